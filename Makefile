@@ -65,6 +65,7 @@ notebooks: $(VENV)/.test
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file= --strict --disallow-any-unimported --follow-imports=silent tests/lib/typed_usage.py
 	$(BIN)/lint-imports --no-cache

@@ -1,4 +1,7 @@
-"""The pytest plugin: the fixture ``parity``. A module of its own, so that pytest does not import torch and JAX where nobody asks for it."""
+"""The pytest plugin: the fixture ``parity``. A module of its own, so that pytest does not import
+torch and JAX where nobody asks for it.
+"""
+
 from __future__ import annotations
 
 import inspect
@@ -24,10 +27,12 @@ class Parity:
 
 @pytest.fixture(scope="session")
 def parity() -> Parity:
-    """``torchfunc_jax.testing.assert_parity``: the same under torch.func and torchfunc_jax, or the test fails and says where.
+    """``torchfunc_jax.testing.assert_parity``: the same under torch.func and torchfunc_jax, or the
+    test fails and says where.
 
-    ``parity(fn, x, transforms=["grad"])``; a function that both must refuse: ``parity(fn, x, raises=ValueError)``.  A test that takes this
-    fixture and does not call it fails, because it compared nothing.
+    ``parity(fn, x, transforms=["grad"])``; a function that both must refuse:
+    ``parity(fn, x, raises=ValueError)``. A test that takes this fixture and does not call it fails,
+    because it compared nothing.
     """
     return Parity()
 
@@ -39,5 +44,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     before = given.calls if asked else 0
     result = yield
     if asked and given.calls == before:
-        pytest.fail("the test takes the fixture parity and never called it, so nothing was compared", pytrace=False)
+        pytest.fail(
+            "the test takes the fixture parity and never called it, so nothing was compared",
+            pytrace=False,
+        )
     return result

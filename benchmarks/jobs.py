@@ -1,16 +1,19 @@
 """Times the programs of docs/jobs beside what people do today, and beside the same by hand in JAX.
 
     python benchmarks/jobs.py                              every job: tables
-    python benchmarks/jobs.py --page                       and put each table into its page, docs/jobs/<job>.md
+    python benchmarks/jobs.py --page                       and put each table into its page,
+                                                           docs/jobs/<job>.md
     python benchmarks/jobs.py --only samplers,solvers      some of them
     python benchmarks/jobs.py --small --seconds 0          sizes of a test
     python benchmarks/jobs.py --json                       the results as JSON on stdout
 
-A row is a task; its systems take turns, and the median counts: milliseconds of a call, or what a call gets done in a second. The first
-call, with tracing and compiling, is a column of its own. What needs a library that is not installed (pyro-ppl, torchdiffeq, mace-torch,
-peft) is left out, and so is a system that fails, which is said. Numbers are compared with those of the task's first system.
+A row is a task; its systems take turns, and the median counts: milliseconds of a call, or what a
+call gets done in a second. The first call, with tracing and compiling, is a column of its own. What
+needs a library that is not installed (pyro-ppl, torchdiffeq, mace-torch, peft) is left out, and so
+is a system that fails, which is said. Numbers are compared with those of the task's first system.
 Results are written to benchmarks/results/, a file for each job and machine.
 """
+
 from __future__ import annotations
 
 import statistics
@@ -50,8 +53,9 @@ class Task(NamedTuple):
     Attributes:
         name: what is computed.
         unit: "ms", the time of a call, or what of it is counted per second.
-        systems: name -> a function that prepares the system, and returns a call of it without arguments. The call returns, when it is done,
-            (count, numbers): how much was done, and numbers to compare, or None.
+        systems: name -> a function that prepares the system, and returns a call of it without
+            arguments. The call returns, when it is done, (count, numbers): how much was done, and
+            numbers to compare, or None.
         tolerance: of these numbers, relative to the largest.
     """
 
@@ -74,9 +78,11 @@ def arrays(tree: Any) -> Any:
     return jax.tree.map(lambda t: jnp.asarray(t.detach().numpy()), tree)
 
 
-# -- samplers ------------------------------------------------------------------------------------------------------------------------------
+# -- samplers --------------------------------------------------------------------------------------
 def sampling(small: bool) -> list[Task]:
-    """Effective samples per second of the coordinate that has fewest, warm-up included; four chains."""
+    """Effective samples per second of the coordinate that has fewest, warm-up included; four
+    chains.
+    """
     warmup, draws, chains = (20, 20, 2) if small else (300, 500, 4)
 
     def pyro(module: nn.Module) -> Call:
@@ -91,11 +97,17 @@ def sampling(small: bool) -> list[Task]:
             found = []
             for _ in range(chains):
                 sampler = MCMC(
-                    NUTS(potential_fn=potential), num_samples=draws, warmup_steps=warmup, initial_params=start, disable_progbar=True
+                    NUTS(potential_fn=potential),
+                    num_samples=draws,
+                    warmup_steps=warmup,
+                    initial_params=start,
+                    disable_progbar=True,
                 )
                 sampler.run()
                 found.append(sampler.get_samples())
-            return samplers.effective({name: np.stack([x[name].numpy() for x in found]) for name in params}), None
+            return samplers.effective(
+                {name: np.stack([x[name].numpy() for x in found]) for name in params}
+            ), None
 
         return call
 
@@ -108,11 +120,16 @@ def sampling(small: bool) -> list[Task]:
 
         def potential(at: Any) -> jax.Array:
             logits = x @ at["weight"] + at["bias"]
-            likelihood = (y * jax.nn.log_sigmoid(logits) + (1 - y) * jax.nn.log_sigmoid(-logits)).sum()
+            likelihood = (
+                y * jax.nn.log_sigmoid(logits) + (1 - y) * jax.nn.log_sigmoid(-logits)
+            ).sum()
             return (at["weight"] ** 2).sum() / 8 + at["bias"] ** 2 / 8 - likelihood
 
         start = arrays(dict(module.named_parameters()))
-        sample, seeds = samplers.numpyro_nuts(potential, start, chains, warmup, draws), iter(range(10**6))
+        sample, seeds = (
+            samplers.numpyro_nuts(potential, start, chains, warmup, draws),
+            iter(range(10**6)),
+        )
         return lambda: (samplers.effective(jax.device_get(sample(next(seeds)))), None)
 
     def systems(module: nn.Module) -> dict[str, Callable[[], Call]]:
@@ -122,16 +139,21 @@ def sampling(small: bool) -> list[Task]:
             "NumPyro, the torch module": lambda: ours(samplers.with_numpyro, module),
         }
 
-    logistic, process = samplers.logistic_data(200, features=3), samplers.process_data(30, torch.float32)
+    logistic, process = (
+        samplers.logistic_data(200, features=3),
+        samplers.process_data(30, torch.float32),
+    )
     return [
-        Task("logistic regression, 200 rows", "effective samples", {
-            **systems(logistic), "NumPyro, by hand in JAX": lambda: by_hand(logistic),
-        }),
+        Task(
+            "logistic regression, 200 rows",
+            "effective samples",
+            {**systems(logistic), "NumPyro, by hand in JAX": lambda: by_hand(logistic)},
+        ),
         Task("Gaussian process, 30 points", "effective samples", systems(process)),
-    ]  # fmt: skip
+    ]
 
 
-# -- solvers -------------------------------------------------------------------------------------------------------------------------------
+# -- solvers ---------------------------------------------------------------------------------------
 def solving(small: bool) -> list[Task]:
     """The loss of 16 solutions and its gradient by the field's parameters."""
     starts, times, wanted = solvers.spirals(*((2, 3) if small else (16, 20)))
@@ -147,13 +169,18 @@ def solving(small: bool) -> list[Task]:
         def call() -> Any:
             found = odeint(field, begin, at, rtol=1e-6, atol=1e-6).transpose(0, 1)
             loss = (found - ends).square().mean()
-            return 1, [np.asarray(loss.detach()), *[g.numpy() for g in torch.autograd.grad(loss, params)]]
+            return 1, [
+                np.asarray(loss.detach()),
+                *[g.numpy() for g in torch.autograd.grad(loss, params)],
+            ]
 
         return call
 
     def loss(solve: Callable[..., Any]) -> Callable[..., Any]:
         def value(params: Any) -> Any:
-            found = jax.vmap(lambda start: solvers.solution(solve, params, {}, start, times))(starts)
+            found = jax.vmap(lambda start: solvers.solution(solve, params, {}, start, times))(
+                starts
+            )
             return ((found - wanted) ** 2).mean()
 
         def both(params: Any) -> list[Any]:
@@ -173,18 +200,29 @@ def solving(small: bool) -> list[Task]:
 
         return compiled(loss(apply), bridge.params(field))
 
-    systems = {"torchdiffeq": theirs, "diffrax, the torch module": ours, "diffrax, by hand in JAX": by_hand}
+    systems = {
+        "torchdiffeq": theirs,
+        "diffrax, the torch module": ours,
+        "diffrax, by hand in JAX": by_hand,
+    }
     return [Task("16 starts, loss and gradient", "ms", systems, 1e-2)]
 
 
-# -- environments --------------------------------------------------------------------------------------------------------------------------
+# -- environments ----------------------------------------------------------------------------------
 class FlaxPolicy(linen.Module):
     """``environments.Policy`` in Flax; its BatchNorm counts nothing."""
 
     @linen.compact
     def __call__(self, x: jax.Array, training: bool) -> Any:
-        x = linen.BatchNorm(use_running_average=not training, momentum=0.99, use_bias=False, use_scale=False)(x)
-        actor, critic = (linen.Sequential([linen.Dense(64), linen.tanh, linen.Dense(64), linen.tanh, linen.Dense(n)]) for n in (2, 1))
+        x = linen.BatchNorm(
+            use_running_average=not training, momentum=0.99, use_bias=False, use_scale=False
+        )(x)
+        actor, critic = (
+            linen.Sequential(
+                [linen.Dense(64), linen.tanh, linen.Dense(64), linen.tanh, linen.Dense(n)]
+            )
+            for n in (2, 1)
+        )
         return actor(x), critic(x)[:, 0]
 
 
@@ -196,17 +234,27 @@ def flax_agent() -> environments.Agent:
         return found["params"], found["batch_stats"]
 
     def act(params: Any, state: Any, x: jax.Array) -> Any:
-        _, state = policy.apply({"params": params, "batch_stats": state}, x, True, mutable=["batch_stats"])
+        _, state = policy.apply(
+            {"params": params, "batch_stats": state}, x, True, mutable=["batch_stats"]
+        )
         logits, values = policy.apply({"params": params, **state}, x, False)
         return logits, values, state["batch_stats"]
 
     def loss(params: Any, state: Any, batch: environments.Batch) -> jax.Array:
-        logits, values = policy.apply({"params": params, "batch_stats": state}, batch.observations, False)
+        logits, values = policy.apply(
+            {"params": params, "batch_stats": state}, batch.observations, False
+        )
         logs = jax.nn.log_softmax(logits)
-        ratio = jnp.exp(jnp.take_along_axis(logs, batch.actions[:, None], 1)[:, 0] - batch.log_probs)
+        ratio = jnp.exp(
+            jnp.take_along_axis(logs, batch.actions[:, None], 1)[:, 0] - batch.log_probs
+        )
         gain = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std(ddof=1) + 1e-8)
         clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
-        return -clipped + 0.5 * ((values - batch.returns) ** 2).mean() + 0.01 * (jnp.exp(logs) * logs).sum(-1).mean()
+        return (
+            -clipped
+            + 0.5 * ((values - batch.returns) ** 2).mean()
+            + 0.01 * (jnp.exp(logs) * logs).sum(-1).mean()
+        )
 
     return environments.Agent(init, act, loss)
 
@@ -217,10 +265,16 @@ def torch_loop(settings: environments.Settings) -> Call:
     def move(state: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _, v, angle, spin = state.unbind(1)
         push = (torch.where(action == 1, 10.0, -10.0) + 0.05 * spin**2 * angle.sin()) / 1.1
-        turn = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
-        state = state + 0.02 * torch.stack([v, push - 0.05 * turn * angle.cos() / 1.1, spin, turn], 1)
+        turn = (9.8 * angle.sin() - angle.cos() * push) / (
+            0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1)
+        )
+        state = state + 0.02 * torch.stack(
+            [v, push - 0.05 * turn * angle.cos() / 1.1, spin, turn], 1
+        )
         fallen = (state[:, 0].abs() > 2.4) | (state[:, 2].abs() > 12 * torch.pi / 180)
-        return torch.where(fallen[:, None], torch.rand_like(state) * 0.1 - 0.05, state), fallen.float()
+        return torch.where(
+            fallen[:, None], torch.rand_like(state) * 0.1 - 0.05, state
+        ), fallen.float()
 
     def call() -> tuple[float, None]:
         policy = environments.Policy()
@@ -237,18 +291,32 @@ def torch_loop(settings: environments.Settings) -> Call:
                     after, fallen = move(places, action)
                     rows.append((places, action, actions.log_prob(action), values, fallen))
                     places = after
-                observations, actions_, log_probs, values, fallen = (torch.stack(x) for x in zip(*rows, strict=True))
-                following, later, advantages = policy(places)[1], torch.zeros(settings.environments), []
+                observations, actions_, log_probs, values, fallen = (
+                    torch.stack(x) for x in zip(*rows, strict=True)
+                )
+                following, later, advantages = (
+                    policy(places)[1],
+                    torch.zeros(settings.environments),
+                    [],
+                )
                 for value, end in zip(values.flip(0), fallen.flip(0), strict=True):
-                    later = 1 + settings.discount * (1 - end) * (following + settings.trace * later) - value
+                    later = (
+                        1
+                        + settings.discount * (1 - end) * (following + settings.trace * later)
+                        - value
+                    )
                     following = value
                     advantages.append(later)
                 gain = torch.stack(advantages[::-1])
-            flat = [x.flatten(0, 1) for x in (observations, actions_, log_probs, gain, gain + values)]
+            flat = [
+                x.flatten(0, 1) for x in (observations, actions_, log_probs, gain, gain + values)
+            ]
             for _ in range(settings.epochs):
                 for part in torch.randperm(len(flat[0])).view(settings.parts, -1):
                     optimizer.zero_grad()
-                    environments.loss(policy, environments.Batch(*[x[part] for x in flat])).backward()  # type: ignore[no-untyped-call]
+                    environments.loss(
+                        policy, environments.Batch(*[x[part] for x in flat])
+                    ).backward()  # type: ignore[no-untyped-call]
                     nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
                     optimizer.step()
         return settings.updates * settings.steps * settings.environments, None
@@ -258,7 +326,11 @@ def torch_loop(settings: environments.Settings) -> Call:
 
 def playing(small: bool) -> list[Task]:
     """PPO on the cart and pole: steps of an environment per second, training included."""
-    settings = environments.Settings(updates=1, environments=2, steps=4, parts=2, epochs=1) if small else environments.Settings(updates=10)
+    settings = (
+        environments.Settings(updates=1, environments=2, steps=4, parts=2, epochs=1)
+        if small
+        else environments.Settings(updates=10)
+    )
     seeds = 2 if small else 16
 
     def training(agent: environments.Agent) -> Call:
@@ -271,21 +343,31 @@ def playing(small: bool) -> list[Task]:
 
         return call
 
-    return [Task("PPO, 16 seeds at once (PyTorch: one)", "steps", {
-        "PyTorch": lambda: torch_loop(settings),
-        "JAX, the torch policy": lambda: training(environments.torch_agent(environments.Policy())),
-        "JAX, a Flax policy": lambda: training(flax_agent()),
-    })]  # fmt: skip
+    return [
+        Task(
+            "PPO, 16 seeds at once (PyTorch: one)",
+            "steps",
+            {
+                "PyTorch": lambda: torch_loop(settings),
+                "JAX, the torch policy": lambda: training(
+                    environments.torch_agent(environments.Policy())
+                ),
+                "JAX, a Flax policy": lambda: training(flax_agent()),
+            },
+        )
+    ]
 
 
-# -- force fields --------------------------------------------------------------------------------------------------------------------------
+# -- force fields ----------------------------------------------------------------------------------
 def forces(small: bool) -> list[Task]:
     """Ethanol, in float64."""
     molecule = force_fields.ethanol()
 
     def schnet() -> nn.Module:
         torch.manual_seed(0)
-        return force_fields.SchNet(molecule.species, molecule.edges, *((4, 4, 1) if small else ())).double()
+        return force_fields.SchNet(
+            molecule.species, molecule.edges, *((4, 4, 1) if small else ())
+        ).double()
 
     def mace() -> nn.Module:
         before = torch.get_default_dtype()
@@ -300,7 +382,10 @@ def forces(small: bool) -> list[Task]:
         module = make()
 
         def call() -> Any:
-            x, strain = molecule.positions.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+            x, strain = (
+                molecule.positions.clone().requires_grad_(),
+                torch.zeros(3, 3, dtype=torch.float64, requires_grad=True),
+            )
             energy = module(x, strain)
             slope, virial = torch.autograd.grad(energy, (x, strain))
             return 1, [energy.detach().numpy(), -slope.numpy(), virial.numpy()]
@@ -309,7 +394,12 @@ def forces(small: bool) -> list[Task]:
 
     def torch_hessian(make: Callable[[], nn.Module], vectorize: bool) -> Call:
         module = make()
-        return lambda: (1, torch.autograd.functional.hessian(module, molecule.positions, vectorize=vectorize).numpy())
+        return lambda: (
+            1,
+            torch.autograd.functional.hessian(
+                module, molecule.positions, vectorize=vectorize
+            ).numpy(),
+        )
 
     def ours(make: Callable[[], nn.Module], what: Callable[..., Any]) -> Call:
         energy, positions = force_fields.energy_of(make()), jnp.asarray(molecule.positions.numpy())
@@ -318,24 +408,36 @@ def forces(small: bool) -> list[Task]:
     tasks = []
     for name, make in {"SchNet": schnet, "MACE": mace}.items():
         tasks += [
-            Task(f"{name}, energy, forces and virial", "ms", {
-                "PyTorch": lambda make=make: torch_forces(make),
-                "JAX, the torch module": lambda make=make: ours(make, force_fields.properties),
-            }, 1e-10),
-            Task(f"{name}, Hessian", "ms", {
-                "PyTorch": lambda make=make: torch_hessian(make, False),
-                "PyTorch, vectorize=True": lambda make=make: torch_hessian(make, True),
-                "JAX, the torch module": lambda make=make: ours(make, force_fields.hessian),
-            }, 1e-10),
-        ]  # fmt: skip
+            Task(
+                f"{name}, energy, forces and virial",
+                "ms",
+                {
+                    "PyTorch": lambda make=make: torch_forces(make),
+                    "JAX, the torch module": lambda make=make: ours(make, force_fields.properties),
+                },
+                1e-10,
+            ),
+            Task(
+                f"{name}, Hessian",
+                "ms",
+                {
+                    "PyTorch": lambda make=make: torch_hessian(make, False),
+                    "PyTorch, vectorize=True": lambda make=make: torch_hessian(make, True),
+                    "JAX, the torch module": lambda make=make: ours(make, force_fields.hessian),
+                },
+                1e-10,
+            ),
+        ]
     return tasks
 
 
-# -- surrogates ----------------------------------------------------------------------------------------------------------------------------
+# -- surrogates ------------------------------------------------------------------------------------
 def simulating(small: bool) -> list[Task]:
     """The loss of 8 simulations of 50 steps, and its gradient by the network's parameters."""
     data, steps = surrogates.starts(*((2, 4) if small else (8, 32))), 3 if small else 50
-    ends = jax.vmap(lambda start: surrogates.simulate(surrogates.by_formula, start, 0.1, steps))(data)
+    ends = jax.vmap(lambda start: surrogates.simulate(surrogates.by_formula, start, 0.1, steps))(
+        data
+    )
     torch.manual_seed(0)
     module = surrogates.Reaction()
 
@@ -348,13 +450,18 @@ def simulating(small: bool) -> list[Task]:
             for _ in range(steps):
                 u = u + 0.02 * rate(u + 0.01 * rate(u))
             loss = (u - wanted).square().mean()
-            return 1, [loss.detach().numpy(), *[g.numpy() for g in torch.autograd.grad(loss, list(module.parameters()))]]
+            return 1, [
+                loss.detach().numpy(),
+                *[g.numpy() for g in torch.autograd.grad(loss, list(module.parameters()))],
+            ]
 
         return call
 
     def loss(reaction: Callable[..., Any]) -> Callable[..., Any]:
         def value(params: Any) -> jax.Array:
-            run = lambda start: surrogates.simulate(lambda u: reaction(params, u), start, 0.1, steps)
+            run = lambda start: surrogates.simulate(
+                lambda u: reaction(params, u), start, 0.1, steps
+            )
             return ((jax.vmap(run)(data) - ends) ** 2).mean()
 
         def both(params: Any) -> list[Any]:
@@ -381,9 +488,11 @@ def simulating(small: bool) -> list[Task]:
     return [Task("8 simulations of 50 steps, loss and gradient", "ms", systems)]
 
 
-# -- populations ---------------------------------------------------------------------------------------------------------------------------
+# -- populations -----------------------------------------------------------------------------------
 def adapting(small: bool) -> list[Task]:
-    """A step of Adam of 32 LoRA adapters on a base of two layers of 512, each adapter on 64 rows of its own."""
+    """A step of Adam of 32 LoRA adapters on a base of two layers of 512, each adapter on 64 rows of
+    its own.
+    """
     members, rows, hidden = (2, 2, 8) if small else (32, 64, 512)
     inputs, labels = populations.batches(members, rows)
 
@@ -393,7 +502,10 @@ def adapting(small: bool) -> list[Task]:
 
     def theirs() -> Call:
         modules = made()
-        optimizers = [torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 1e-3) for module in modules]
+        optimizers = [
+            torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 1e-3)
+            for module in modules
+        ]
         x, y = torch.tensor(np.asarray(inputs)), torch.tensor(np.asarray(labels)).long()
 
         def call() -> Any:
@@ -410,7 +522,10 @@ def adapting(small: bool) -> list[Task]:
         init, step = populations.make_step(apply, jnp.full(members, 1e-3))
         carry = [params, init(params)]
         used = step.lower(*carry, state, inputs, labels).compile().memory_analysis()
-        say(f"  base {populations.size(state)} bytes, adapters {populations.size(params)}, temporary {used.temp_size_in_bytes}")
+        say(
+            f"  base {populations.size(state)} bytes, adapters {populations.size(params)}, "
+            f"temporary {used.temp_size_in_bytes}"
+        )
 
         def call() -> Any:
             *carry[:], losses = step(*carry, state, inputs, labels)
@@ -419,19 +534,37 @@ def adapting(small: bool) -> list[Task]:
 
         return call
 
-    return [Task("32 adapters, a step", "ms", {"PyTorch, one after another": theirs, "JAX, the torch modules": ours})]
+    return [
+        Task(
+            "32 adapters, a step",
+            "ms",
+            {"PyTorch, one after another": theirs, "JAX, the torch modules": ours},
+        )
+    ]
 
 
 JOBS = {
-    "samplers": sampling, "solvers": solving, "environments": playing, "force_fields": forces, "surrogates": simulating,
+    "samplers": sampling,
+    "solvers": solving,
+    "environments": playing,
+    "force_fields": forces,
+    "surrogates": simulating,
     "populations": adapting,
-}  # fmt: skip
+}
 
 
 def distance(found: Any, truth: Any) -> float:
     """The largest difference, relative to the largest number of its array."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
-    return max((float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-12)) for a, b in pairs), default=0.0)
+    return max(
+        (
+            float(
+                np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(np.asarray(b)).max() + 1e-12)
+            )
+            for a, b in pairs
+        ),
+        default=0.0,
+    )
 
 
 def measure(task: Task, seconds: float) -> dict[str, dict[str, float]]:
@@ -470,15 +603,29 @@ def table(results: dict[str, Any]) -> str:
     """The results of one job in Markdown."""
     lines = ["| | | first call | then |", "| --- | --- | ---: | ---: |"]
     for row in results["rows"]:
-        unit = (lambda v: f"{milliseconds(v)} ms") if row["unit"] == "ms" else lambda v, row=row: f"{v:,.0f} {row['unit']}/s"
+        unit = (
+            (lambda v: f"{milliseconds(v)} ms")
+            if row["unit"] == "ms"
+            else lambda v, row=row: f"{v:,.0f} {row['unit']}/s"
+        )
         for name, one in row["systems"].items():
-            lines.append(f"| {row['task']} | {name} | {one['first_s']:.1f} s | {unit(one['value'])} |")
-    return "\n".join([*lines, "", f"{describe(results['machine'])}. Medians. Every number is in `{results['file']}`."])
+            lines.append(
+                f"| {row['task']} | {name} | {one['first_s']:.1f} s | {unit(one['value'])} |"
+            )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{describe(results['machine'])}. Medians. Every number is in `{results['file']}`.",
+        ]
+    )
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = parser_of(__doc__, JOBS, 10.0, "docs/jobs")
-    parser.add_argument("--small", action="store_true", help="sizes of a test, whose times say nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="sizes of a test, whose times say nothing"
+    )
     options = parser.parse_args(argv)
     names = options.only.split(",")
     if unknown := set(names) - set(JOBS):
@@ -486,12 +633,22 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     where, found = machine(), []
     for name in names:
         path = options.output / f"jobs-{name.replace('_', '-')}-{slug(where)}.json"
-        shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+        shown = (
+            path.relative_to(HERE.parent).as_posix()
+            if path.is_relative_to(HERE.parent)
+            else path.name
+        )
         results: dict[str, Any] = {"machine": where, "file": shown, "rows": []}
         with jax.enable_x64(name == "force_fields"), bridge.compiling.correctly():
             for task in JOBS[name](options.small):
                 say(f"{name}: {task.name} ...")
-                results["rows"].append({"task": task.name, "unit": task.unit, "systems": measure(task, options.seconds)})
+                results["rows"].append(
+                    {
+                        "task": task.name,
+                        "unit": task.unit,
+                        "systems": measure(task, options.seconds),
+                    }
+                )
         found.append(keep("jobs", results, table(results), path, options, DOCS / f"{name}.md"))
     return found
 

@@ -1,10 +1,13 @@
-"""How much memory calls keep: jitted ones whose Python number changes each time, and un-jitted ones with many shapes.
+"""How much memory calls keep: jitted ones whose Python number changes each time, and un-jitted ones
+with many shapes.
 
     python benchmarks/memory.py                        # 10,000 jitted calls, 2,000 un-jitted ones
     python benchmarks/memory.py --calls 500 --only static
 
-Each row: calls, what the process had grown by when the first tenth was done and at the end (resident memory), and milliseconds a call.
+Each row: calls, what the process had grown by when the first tenth was done and at the end
+(resident memory), and milliseconds a call.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -50,7 +53,12 @@ def numbers() -> Callable[[int], Any]:
     return lambda i: grad(lambda t: (t * (1.0 / (i + 1))).sin().sum())(x)
 
 
-WORK = {"changing": (changing, 10_000), "static": (static, 500), "shapes": (shapes, 2_000), "numbers": (numbers, 2_000)}
+WORK = {
+    "changing": (changing, 10_000),
+    "static": (static, 500),
+    "shapes": (shapes, 2_000),
+    "numbers": (numbers, 2_000),
+}
 
 
 def main() -> None:
@@ -74,7 +82,9 @@ def main() -> None:
         gc.collect()
         seconds = time.perf_counter() - start
         grown = f"{first - before:8.1f} MB after a tenth {resident() - before:8.1f} MB at the end"
-        print(f"{name:10} {calls:6} calls {grown} {seconds / calls * 1e3:8.3f} ms a call", flush=True)
+        print(
+            f"{name:10} {calls:6} calls {grown} {seconds / calls * 1e3:8.3f} ms a call", flush=True
+        )
 
 
 if __name__ == "__main__":

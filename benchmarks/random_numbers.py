@@ -1,13 +1,16 @@
-"""Times the gradient of the digits ensemble with dropout under jit: random numbers that torch draws beside numbers from JAX's keys.
+"""Times the gradient of the digits ensemble with dropout under jit: random numbers that torch draws
+beside numbers from JAX's keys.
 
-    python benchmarks/random_numbers.py            dropout after the hidden layer, and after every layer
+    python benchmarks/random_numbers.py            dropout after the hidden layer, and after every
+                                                   layer
     python benchmarks/random_numbers.py --page     and put the table into docs/semantics.md
     python benchmarks/random_numbers.py --json     the results as JSON on stdout
     python benchmarks/random_numbers.py --members 8 --only none,hidden
 
-Losses with torch's numbers are compared with torch.func's from the same seed; the mean loss with JAX's must be near it. Results are
-written to benchmarks/results/, a file per machine.
+Losses with torch's numbers are compared with torch.func's from the same seed; the mean loss with
+JAX's must be near it. Results are written to benchmarks/results/, a file per machine.
 """
+
 from __future__ import annotations
 
 import functools
@@ -53,15 +56,22 @@ class DropoutNet(DigitNet):
 
 
 def gradients(func: Any, model: torch.nn.Module) -> Callable[..., Any]:
-    """(stacked weights, images, labels) -> (stacked gradients, losses [members]); each member drops its own features."""
-    def loss(weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(stacked weights, images, labels) -> (stacked gradients, losses [members]); each member drops
+    its own features.
+    """
+
+    def loss(
+        weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         return F.cross_entropy(func.functional_call(model, weights, (images,)), labels)
 
     return func.vmap(func.grad_and_value(loss), in_dims=(0, None, None), randomness="different")
 
 
 def measure(place: str, members: int, seconds: float) -> dict[str, dict[str, float]]:
-    """System -> milliseconds of a call (median) and seconds of the first one, both of jit's taking turns."""
+    """System -> milliseconds of a call (median) and seconds of the first one, both of jit's taking
+    turns.
+    """
     torch.manual_seed(0)
     models = [DropoutNet(PLACES[place][1]) for _ in range(members)]
     weights, _ = torch.func.stack_module_state(models)  # type: ignore[arg-type]
@@ -83,7 +93,8 @@ def measure(place: str, members: int, seconds: float) -> dict[str, dict[str, flo
     torch.testing.assert_close(losses["torch"], losses["torch.func"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(losses["jax"].mean(), losses["torch.func"].mean(), rtol=0.05, atol=0)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turns in (["torch.func"], ["torch", "jax"]):  # apart, because torch's threads spin for a while after a call
+    # apart, because torch's threads spin for a while after a call
+    for turns in (["torch.func"], ["torch", "jax"]):
         end = time.perf_counter() + seconds * len(turns)
         while time.perf_counter() < end or len(times[turns[0]]) < 3:
             turns.reverse()
@@ -92,8 +103,9 @@ def measure(place: str, members: int, seconds: float) -> dict[str, dict[str, flo
                 calls[name]()
                 times[name].append(time.perf_counter() - start)
     return {
-        name: {"ms": 1e3 * statistics.median(one), "first_s": firsts[name], "calls": len(one)} for name, one in times.items()
-    }  # fmt: skip
+        name: {"ms": 1e3 * statistics.median(one), "first_s": firsts[name], "calls": len(one)}
+        for name, one in times.items()
+    }
 
 
 def table(results: dict[str, Any]) -> str:
@@ -107,9 +119,18 @@ def table(results: dict[str, Any]) -> str:
         one = row["systems"]
         cells = [f"{milliseconds(one[system]['ms'])} ms" for system in SYSTEMS]
         ratio = f"{one['torch']['ms'] / one['jax']['ms']:.2f}x"
-        lines.append(f"| {PLACES[row['dropout']][0]} | {row['numbers']:,} | {' | '.join(cells)} | {ratio} |")
-    load = f" The machine's load average was {results['load']} at the start." if results["load"] > 1 else ""
-    notes = f"{describe(results['machine'])}. Median time of the gradient of {results['members']} members on {BATCH} digits.{load}"
+        lines.append(
+            f"| {PLACES[row['dropout']][0]} | {row['numbers']:,} | {' | '.join(cells)} | {ratio} |"
+        )
+    load = (
+        f" The machine's load average was {results['load']} at the start."
+        if results["load"] > 1
+        else ""
+    )
+    notes = (
+        f"{describe(results['machine'])}. Median time of the gradient of {results['members']} "
+        f"members on {BATCH} digits.{load}"
+    )
     return "\n".join([*lines, "", notes, f"Every number is in `{results['file']}`."])
 
 
@@ -122,15 +143,30 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(PLACES)}")
     where = machine()
     path = options.output / f"random-numbers-{slug(where)}.json"
-    shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    shown = (
+        path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    )
     results: dict[str, Any] = {
-        "machine": where, "load": round(os.getloadavg()[0], 1), "file": shown, "members": options.members, "rows": [],
-    }  # fmt: skip
+        "machine": where,
+        "load": round(os.getloadavg()[0], 1),
+        "file": shown,
+        "members": options.members,
+        "rows": [],
+    }
     for place in places:
         say(f"{PLACES[place][0]} ...")
         systems = measure(place, options.members, options.seconds)
-        results["rows"].append({"dropout": place, "numbers": PLACES[place][2] * BATCH * options.members, "systems": systems})
-        say("  " + "  ".join(f"{name} {milliseconds(one['ms'])} ms" for name, one in systems.items()))
+        results["rows"].append(
+            {
+                "dropout": place,
+                "numbers": PLACES[place][2] * BATCH * options.members,
+                "systems": systems,
+            }
+        )
+        say(
+            "  "
+            + "  ".join(f"{name} {milliseconds(one['ms'])} ms" for name, one in systems.items())
+        )
     return keep("random-numbers", results, table(results), path, options, PAGE)
 
 

@@ -1,15 +1,19 @@
-"""Times the workloads under torch.func, by hand in JAX, and under torchfunc_jax, in one process, taking turns.
+"""Times the workloads under torch.func, by hand in JAX, and under torchfunc_jax, in one process,
+taking turns.
 
-    python benchmarks/run.py                                   every workload, on JAX's default device
+    python benchmarks/run.py                                   every workload, on JAX's default
+                                                               device
     python benchmarks/run.py --only tiny_call,hessian_mlp      some of them
     python benchmarks/run.py --systems torch.func,compile,native,jit   with torch.compile
     python benchmarks/run.py --readme                          and put the table into README.md
     python benchmarks/run.py --json                            the results as JSON on stdout
 
-The table shows the median time of a call, and in brackets how many times that of the hand-written JAX it is; then the time of the
-first call, with tracing and compiling. Every system's result is compared with torch.func's; a wrong one is not timed.
-Results are written to benchmarks/results/, a file per machine, with versions and every median.
+The table shows the median time of a call, and in brackets how many times that of the hand-written
+JAX it is; then the time of the first call, with tracing and compiling. Every system's result is
+compared with torch.func's; a wrong one is not timed. Results are written to benchmarks/results/, a
+file per machine, with versions and every median.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -48,7 +52,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def make_calls(work: Workload, systems: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:
+def make_calls(
+    work: Workload, systems: list[str], device: torch.device
+) -> dict[str, Callable[[], Any]]:
     """System -> a call of the workload without arguments, that returns when the result is there."""
     inputs = jax.tree.map(lambda t: t.to(device), work.inputs)
     arrays = jax.tree.map(lambda t: jax.device_put(t.numpy()), work.inputs)
@@ -61,22 +67,32 @@ def make_calls(work: Workload, systems: list[str], device: torch.device) -> dict
 
     build: dict[str, Callable[[], Callable[[], Any]]] = {
         "torch.func": lambda: functools.partial(call, work.program(torch.func), *inputs),
-        "compile": lambda: functools.partial(call, torch.compile(work.program(torch.func)), *inputs),
-        "native": lambda: functools.partial(lambda f, *a: jax.block_until_ready(f(*a)), jax.jit(work.native), *arrays),
-        "jit": lambda: functools.partial(call, torchfunc_jax.jit(work.program(torchfunc_jax)), *inputs),
+        "compile": lambda: functools.partial(
+            call, torch.compile(work.program(torch.func)), *inputs
+        ),
+        "native": lambda: functools.partial(
+            lambda f, *a: jax.block_until_ready(f(*a)), jax.jit(work.native), *arrays
+        ),
+        "jit": lambda: functools.partial(
+            call, torchfunc_jax.jit(work.program(torchfunc_jax)), *inputs
+        ),
         "eager": lambda: functools.partial(call, work.program(torchfunc_jax), *inputs),
     }
     return {name: build[name]() for name in systems}
 
 
 def as_numpy(tree: Any) -> list[np.ndarray]:
-    return [x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x) for x in jax.tree.leaves(tree)]
+    return [
+        x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+        for x in jax.tree.leaves(tree)
+    ]
 
 
 def distance(tree: Any, truth: Any) -> float:
     """The largest norm of a leaf's difference from the truth, as a part of that leaf's norm.
 
-    Single elements may differ by more: rounding decides which of two nearly equal numbers a maximum chooses.
+    Single elements may differ by more: rounding decides which of two nearly equal numbers a maximum
+    chooses.
     """
     pairs = zip(as_numpy(tree), as_numpy(truth), strict=True)
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-6)) for a, b in pairs)
@@ -91,7 +107,9 @@ def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
     end = time.perf_counter() + seconds * len(calls)
     order, shuffle = list(calls), random.Random(0).shuffle
     while time.perf_counter() < end and len(next(iter(times.values()))) < 1000:
-        shuffle(order)  # torch's threads spin for a while after a call: whoever comes next must not always be the same
+        # torch's threads spin for a while after a call: whoever comes next must not always be the
+        # same
+        shuffle(order)
         for name in order:
             start = time.perf_counter()
             calls[name]()
@@ -99,7 +117,9 @@ def take_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str,
     return times
 
 
-def measure(work: Workload, systems: list[str], seconds: float, device: torch.device) -> dict[str, dict[str, float]]:
+def measure(
+    work: Workload, systems: list[str], seconds: float, device: torch.device
+) -> dict[str, dict[str, float]]:
     """System -> first_s, ms (median), ms_quartiles, calls, difference."""
     calls, out, truth = make_calls(work, systems, device), {}, None
     for name, call in list(calls.items()):
@@ -120,7 +140,11 @@ def measure(work: Workload, systems: list[str], seconds: float, device: torch.de
     times = take_turns(calls, seconds)
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        out[name] |= {"ms": 1e3 * middle, "ms_quartiles": [1e3 * low, 1e3 * high], "calls": len(values)}
+        out[name] |= {
+            "ms": 1e3 * middle,
+            "ms_quartiles": [1e3 * low, 1e3 * high],
+            "calls": len(values),
+        }
     return out
 
 
@@ -151,13 +175,22 @@ def show(results: dict[str, Any]) -> None:
         print(markdown_table(results))
         return
     systems = results["systems"]
-    table = Table(title="Median time of a call (times the hand-written JAX); first call", caption=describe(results["machine"]))
+    table = Table(
+        title="Median time of a call (times the hand-written JAX); first call",
+        caption=describe(results["machine"]),
+    )
     table.add_column("workload")
     for name in systems:
         table.add_column(TITLES[name], justify="right")
     for name, row in results["workloads"].items():
         firsts = [f"{row[s]['first_s']:.2f} s" if s in row else "-" for s in systems]
-        table.add_row(name, *(f"{cell}\n[dim]{first}[/dim]" for cell, first in zip(cells(row, systems), firsts, strict=True)))
+        table.add_row(
+            name,
+            *(
+                f"{cell}\n[dim]{first}[/dim]"
+                for cell, first in zip(cells(row, systems), firsts, strict=True)
+            ),
+        )
     Console().print(table)
 
 
@@ -166,9 +199,15 @@ def markdown_table(results: dict[str, Any]) -> str:
     lines = [
         "| workload | " + " | ".join(TITLES[s] for s in systems) + " |",
         "| --- |" + " ---: |" * len(systems),
-        *(f"| {WORKLOADS[name]().what} | " + " | ".join(cells(row, systems)) + " |" for name, row in results["workloads"].items()),
+        *(
+            f"| {WORKLOADS[name]().what} | " + " | ".join(cells(row, systems)) + " |"
+            for name, row in results["workloads"].items()
+        ),
         "",
-        f"{describe(results['machine'])}. Median time of a call, in brackets as a multiple of the hand-written JAX.",
+        (
+            f"{describe(results['machine'])}. Median time of a call, in brackets as a multiple of "
+            "the hand-written JAX."
+        ),
         f"Measured by `benchmarks/run.py`; first calls and quartiles are in `{results['file']}`.",
     ]
     return "\n".join(lines)
@@ -179,43 +218,69 @@ def slug(where: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{name} {where['cores']} cores".lower()).strip("-")
 
 
-def parser_of(doc: str | None, only: Collection[str], seconds: float, page: str) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, only: Collection[str], seconds: float, page: str
+) -> argparse.ArgumentParser:
     """The options that benchmarks share; page: where --page puts the table."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(only), help=f"of {','.join(only)}")
     parser.add_argument("--seconds", type=float, default=seconds, help="per row and system")
     parser.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
-    parser.add_argument("--page", "--readme", action="store_true", help=f"put the table into {page}")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument(
+        "--page", "--readme", action="store_true", help=f"put the table into {page}"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=HERE / "results", help="folder of the results"
+    )
     return parser
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = parser_of(__doc__, WORKLOADS, 4.0, "README.md, or a GPU's into docs/benchmarks.md")
-    parser.add_argument("--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}")
+    parser.add_argument(
+        "--systems", default="torch.func,native,jit,eager", help=f"of {','.join(TITLES)}"
+    )
     options = parser.parse_args(argv)
     systems, names = options.systems.split(","), options.only.split(",")
     for given, known in ((systems, TITLES), (names, WORKLOADS)):
         if unknown := set(given) - set(known):
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}")
-    warnings.filterwarnings("ignore", "There is a performance drop")  # torch.func without a batching rule: that is what is measured
-    device = torch.device("cuda" if jax.devices()[0].platform == "gpu" and torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":  # JAX's own default is TF32, and that of PyTorch's convolutions: all compute in the same precision
+            parser.error(
+                f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}"
+            )
+    # torch.func without a batching rule: that is what is measured
+    warnings.filterwarnings("ignore", "There is a performance drop")
+    device = torch.device(
+        "cuda" if jax.devices()[0].platform == "gpu" and torch.cuda.is_available() else "cpu"
+    )
+    # JAX's own default is TF32, and that of PyTorch's convolutions: all compute in the same
+    # precision
+    if device.type == "cuda":
         jax.config.update("jax_default_matmul_precision", torch.get_float32_matmul_precision())
         torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
     where = machine()
     path = options.output / f"{slug(where)}.json"
-    shown = path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    shown = (
+        path.relative_to(HERE.parent).as_posix() if path.is_relative_to(HERE.parent) else path.name
+    )
     results: dict[str, Any] = {"machine": where, "file": shown, "systems": systems, "workloads": {}}
     for name in names:
         torch.manual_seed(0)
         say(f"{name} ...")
-        results["workloads"][name] = row = measure(WORKLOADS[name](), systems, options.seconds, device)
-        say("  " + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True)))
+        results["workloads"][name] = row = measure(
+            WORKLOADS[name](), systems, options.seconds, device
+        )
+        say(
+            "  "
+            + "  ".join(f"{s} {cell}" for s, cell in zip(systems, cells(row, systems), strict=True))
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
-        update("benchmarks" if where["device"] == "cpu" else "benchmarks-gpu", markdown_table(results))
+        update(
+            "benchmarks" if where["device"] == "cpu" else "benchmarks-gpu", markdown_table(results)
+        )
     if options.json:
         json.dump(results, sys.stdout)
     else:

@@ -1,11 +1,15 @@
-"""How much memory ``bridge.load_sharded`` takes in each of several processes that read one model onto a mesh over the devices of all.
+"""How much memory ``bridge.load_sharded`` takes in each of several processes that read one model
+onto a mesh over the devices of all.
 
-    python benchmarks/sharded_loading.py                           # 400 MB, two processes with four simulated devices each
+    python benchmarks/sharded_loading.py                           # 400 MB, two processes with four
+                                                                   simulated devices each
     python benchmarks/sharded_loading.py --megabytes 64 --processes 1 --json
 
-Each row: the way, the process, MB of its own parts of the arrays, and by how much its resident memory had grown at most. ``whole`` is what
-it takes without: every process reads all weights and places them by ``bridge.shard``.
+Each row: the way, the process, MB of its own parts of the arrays, and by how much its resident
+memory had grown at most. ``whole`` is what it takes without: every process reads all weights and
+places them by ``bridge.shard``.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,12 +36,18 @@ RULES = {"*.rows": P("model"), "*.columns": P(None, "model"), "*.norm": P()}
 
 
 def write(folder: Path, megabytes: int) -> None:
-    """A model in several files with an index, as of Hugging Face: matrices to be split by rows and by columns, and small vectors."""
+    """A model in several files with an index, as of Hugging Face: matrices to be split by rows and
+    by columns, and small vectors.
+    """
     count = max(1, megabytes * 10**6 // (2 * 1024 * ROW * 4))
     places = {}
     for k in range(FILES):
         layers = range(k, count, FILES)
-        made = {f"{i}.{name}": torch.full(shape, float(i)) for i in layers for name, shape in SHAPES.items()}
+        made = {
+            f"{i}.{name}": torch.full(shape, float(i))
+            for i in layers
+            for name, shape in SHAPES.items()
+        }
         save_file(made, folder / f"model-{k}.safetensors")
         places.update(dict.fromkeys(made, f"model-{k}.safetensors"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -69,12 +79,22 @@ def work(way: str, folder: Path, port: int, count: int, me: int) -> dict[str, An
     if way == "shards":
         weights = bridge.load_sharded(folder, mesh, RULES)
     else:
-        weights = bridge.shard({k: v.numpy() for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}, mesh, RULES)
+        weights = bridge.shard(
+            {
+                k: v.numpy()
+                for f in sorted(folder.glob("*.safetensors"))
+                for k, v in load_file(f).items()
+            },
+            mesh,
+            RULES,
+        )
     jax.block_until_ready(weights)
     grown = most() - before
     parts = [(name, s) for name, w in weights.items() for s in w.addressable_shards]
     right = all((s.data == int(name.partition(".")[0])).all() for name, s in parts)
-    largest = max(sum(s.data.nbytes for _, s in parts if s.device == d) for d in jax.local_devices())
+    largest = max(
+        sum(s.data.nbytes for _, s in parts if s.device == d) for d in jax.local_devices()
+    )
     whole, own = sum(w.nbytes for w in weights.values()), sum(s.data.nbytes for _, s in parts)
     sizes = {"whole": whole / 1e6, "parts": own / 1e6, "device": largest / 1e6, "grown": grown}
     return {"way": way, "process": me, **sizes, "right": bool(right)}
@@ -84,13 +104,26 @@ def measure(way: str, folder: Path, count: int) -> list[dict[str, Any]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
+    }
     running = []
     for me in range(count):
-        command = [sys.executable, __file__, "--work", json.dumps([way, str(folder), port, count, me])]
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        command = [
+            sys.executable,
+            __file__,
+            "--work",
+            json.dumps([way, str(folder), port, count, me]),
+        ]
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
     try:
-        return [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in running]
+        return [
+            json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in running
+        ]
     finally:
         for process in running:
             process.kill()
@@ -115,11 +148,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print(json.dumps(rows))
         return
-    print(f"{rows[0]['whole']:.0f} MB in {FILES} files onto {DEVICES} devices of {options.processes} processes")
+    print(
+        f"{rows[0]['whole']:.0f} MB in {FILES} files onto {DEVICES} devices "
+        f"of {options.processes} processes"
+    )
     for row in rows:
         print(
-            f"{row['way']:7} process {row['process']}: {row['parts']:6.1f} MB are its parts ({row['device']:.1f} MB of each device), "
-            f"it grew by {row['grown']:6.1f} MB{'' if row['right'] else '; the values are wrong'}"
+            f"{row['way']:7} process {row['process']}: {row['parts']:6.1f} MB are its parts "
+            f"({row['device']:.1f} MB of each device), it grew by {row['grown']:6.1f} "
+            f"MB{'' if row['right'] else '; the values are wrong'}"
         )
 
 

@@ -1,12 +1,15 @@
-"""Times whole loops from their first call on, beside torch.func: shapes that change, modules made anew, simulations, random numbers.
+"""Times whole loops from their first call on, beside torch.func: shapes that change, modules made
+anew, simulations, random numbers.
 
     python benchmarks/whole_loops.py                  every loop, un-jitted and jitted
     python benchmarks/whole_loops.py --only lstm      some of them
     python benchmarks/whole_loops.py --json           the results as JSON on stdout
 
-Each loop runs in a process of its own with an empty cache folder.  A line says how long the loop took as a whole, with tracing and
-compiling but without imports, and the median of its last calls.  The results are compared with torch.func's.
+Each loop runs in a process of its own with an empty cache folder. A line says how long the loop
+took as a whole, with tracing and compiling but without imports, and the median of its last calls.
+The results are compared with torch.func's.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -42,7 +45,9 @@ def _params(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def perturbed(T: Any, jit: Jit) -> Iterator[Any]:
-    """Evolutionary search: a population of networks that are perturbed by random numbers inside of vmap."""
+    """Evolutionary search: a population of networks that are perturbed by random numbers inside of
+    vmap.
+    """
     net, x = _mlp(8, 32, 2), torch.randn(64, 8)
     params = _params(net)
 
@@ -81,18 +86,26 @@ def lstm(T: Any, jit: Jit) -> Iterator[Any]:
 
 def vocabulary(T: Any, jit: Jit) -> Iterator[Any]:
     """An embedding and a cross entropy with 20,000 words."""
-    net = nn.Sequential(nn.Embedding(20_000, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 20_000))
+    net = nn.Sequential(
+        nn.Embedding(20_000, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 20_000)
+    )
 
     def loss(params: Any, words: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(T.functional_call(net, params, (words,)).flatten(0, 1), y.flatten())
+        return functional.cross_entropy(
+            T.functional_call(net, params, (words,)).flatten(0, 1), y.flatten()
+        )
 
     gradient, params = jit(T.grad(loss)), _params(net)
     for _ in range(14):
-        yield gradient(params, torch.randint(0, 20_000, (8, 32)), torch.randint(0, 20_000, (8, 32)))["1.weight"]
+        yield gradient(
+            params, torch.randint(0, 20_000, (8, 32)), torch.randint(0, 20_000, (8, 32))
+        )["1.weight"]
 
 
 def new_modules(T: Any, jit: Jit) -> Iterator[Any]:
-    """A module and a jitted function made anew at each step, as in a search for hyper-parameters."""
+    """A module and a jitted function made anew at each step,
+    as in a search for hyper-parameters.
+    """
     x, y = torch.randn(32, 8), torch.randint(0, 3, (32,))
     for _ in range(10):
         net = _mlp(8, 32, 3)
@@ -105,6 +118,7 @@ def new_modules(T: Any, jit: Jit) -> Iterator[Any]:
 
 def runge_kutta(T: Any, jit: Jit) -> Iterator[Any]:
     """The derivative of a hundred Runge-Kutta steps of a pendulum."""
+
     def slope(y: torch.Tensor) -> torch.Tensor:
         return torch.stack([y[1], -torch.sin(y[0])])
 
@@ -123,6 +137,7 @@ def runge_kutta(T: Any, jit: Jit) -> Iterator[Any]:
 
 def wave(T: Any, jit: Jit) -> Iterator[Any]:
     """The derivative of sixty steps of a wave on a ring of 10,000 places."""
+
     def run(u: torch.Tensor) -> torch.Tensor:
         for k in range(60):
             u = u + 0.1 * (1 + 0.001 * k) * (u.roll(1) - 2 * u + u.roll(-1))
@@ -133,7 +148,9 @@ def wave(T: Any, jit: Jit) -> Iterator[Any]:
         yield gradient(torch.rand(10_000))
 
 
-LOOPS = {f.__name__: f for f in (perturbed, in_a_mode, lstm, vocabulary, new_modules, runge_kutta, wave)}
+LOOPS = {
+    f.__name__: f for f in (perturbed, in_a_mode, lstm, vocabulary, new_modules, runge_kutta, wave)
+}
 
 
 def one(name: str, system: str) -> dict[str, Any]:
@@ -147,22 +164,32 @@ def one(name: str, system: str) -> dict[str, Any]:
     seconds, numbers, start = [], [], time.perf_counter()
     for out in LOOPS[name](transforms, jit):
         seconds.append(time.perf_counter() - start)
-        numbers.append(float(sum(t.double().sum() for t in (out.values() if isinstance(out, dict) else [out]))))
+        numbers.append(
+            float(sum(t.double().sum() for t in (out.values() if isinstance(out, dict) else [out])))
+        )
         start = time.perf_counter()
-    return {"whole": sum(seconds), "steady": statistics.median(seconds[-len(seconds) // 4 :]), "numbers": numbers}
+    return {
+        "whole": sum(seconds),
+        "steady": statistics.median(seconds[-len(seconds) // 4 :]),
+        "numbers": numbers,
+    }
 
 
 def measured(name: str, system: str) -> dict[str, Any]:
     """One loop in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"XDG_CACHE_HOME": folder}
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {
+            "XDG_CACHE_HOME": folder
+        }
         command = [sys.executable, "-W", "ignore", __file__, "--one", name, system]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help=f"loops, separated by commas: {', '.join(LOOPS)}")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -179,9 +206,13 @@ def main() -> None:
         base, line = row["torch.func"], f"{name:12}"
         wanted = base["numbers"]
         for system, found in row.items():
-            wrong = any(abs(a - b) > 2e-3 * (1.0 + abs(b)) for a, b in zip(found.pop("numbers"), wanted, strict=True))
+            wrong = any(
+                abs(a - b) > 2e-3 * (1.0 + abs(b))
+                for a, b in zip(found.pop("numbers"), wanted, strict=True)
+            )
             line += (
-                f"  {system} {found['whole']:.2f} s ({found['whole'] / base['whole']:.1f}x), then {found['steady'] * 1e3:.2f} ms "
+                f"  {system} {found['whole']:.2f} s ({found['whole'] / base['whole']:.1f}x), then "
+                f"{found['steady'] * 1e3:.2f} ms "
                 f"({found['steady'] / base['steady']:.1f}x){'  WRONG' if wrong else ''}"
             )
         print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)

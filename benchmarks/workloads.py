@@ -1,7 +1,10 @@
-"""The workloads: a torch program that takes torch.func or torchfunc_jax, the same computation written by hand in JAX, and inputs.
+"""The workloads: a torch program that takes torch.func or torchfunc_jax, the same computation
+written by hand in JAX, and inputs.
 
-A hand-written program sees the parameters under the names that the torch module gives them, so both start from the same numbers.
+A hand-written program sees the parameters under the names that the torch module gives them, so both
+start from the same numbers.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +27,8 @@ class Workload:
 
     Attributes:
         what: in a few words.
-        program: the module of transforms (torch.func or torchfunc_jax) -> the function that is timed.
+        program: the module of transforms (torch.func or torchfunc_jax) -> the function that is
+            timed.
         native: the same function written in JAX, not yet jitted.
         inputs: the arguments, torch tensors in any tree; the same for every system.
     """
@@ -47,14 +51,16 @@ def perceptron(widths: list[int], activation: type[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-# ---- the same layers in JAX -------------------------------------------------------------------------------------------------
+# ---- the same layers in JAX ----------------------------------------------------------------------
 
 
 def affine(p: Params, name: str, x: jax.Array) -> jax.Array:
     return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
 
 
-def native_perceptron(p: Params, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jnp.tanh) -> jax.Array:
+def native_perceptron(
+    p: Params, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jnp.tanh
+) -> jax.Array:
     last = 2 * (len(p) // 2 - 1)
     for i in range(0, last, 2):
         x = activation(affine(p, str(i), x))
@@ -62,7 +68,9 @@ def native_perceptron(p: Params, x: jax.Array, activation: Callable[[jax.Array],
 
 
 def native_conv(p: Params, name: str, x: jax.Array) -> jax.Array:
-    y = jax.lax.conv_general_dilated(x, p[f"{name}.weight"], (1, 1), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+    y = jax.lax.conv_general_dilated(
+        x, p[f"{name}.weight"], (1, 1), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW")
+    )
     return y + p[f"{name}.bias"][:, None, None]
 
 
@@ -76,7 +84,7 @@ def native_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
 
 
-# ---- workloads --------------------------------------------------------------------------------------------------------------
+# ---- workloads -----------------------------------------------------------------------------------
 
 
 def tiny_call() -> Workload:
@@ -108,7 +116,8 @@ def ensemble_step() -> Workload:
 
     def program(func: Any) -> Callable[..., Any]:
         gradient = func.vmap(
-            func.grad(lambda p, x, y: F.cross_entropy(func.functional_call(nets[0], p, (x,)), y)), in_dims=(0, None, None)
+            func.grad(lambda p, x, y: F.cross_entropy(func.functional_call(nets[0], p, (x,)), y)),
+            in_dims=(0, None, None),
         )
 
         def step(p: Params, x: Any, y: Any) -> Params:
@@ -117,12 +126,20 @@ def ensemble_step() -> Workload:
 
         return step
 
-    gradient = jax.vmap(jax.grad(lambda p, x, y: native_cross_entropy(native_perceptron(p, x), y)), in_axes=(0, None, None))
+    gradient = jax.vmap(
+        jax.grad(lambda p, x, y: native_cross_entropy(native_perceptron(p, x), y)),
+        in_axes=(0, None, None),
+    )
 
     def native(p: Params, x: jax.Array, y: jax.Array) -> Params:
         return jax.tree.map(lambda v, g: v - 0.1 * g, p, gradient(p, x, y))
 
-    return Workload("SGD step of 32 MLPs at once", program, native, (stacked, torch.randn(128, 64), torch.randint(10, (128,))))
+    return Workload(
+        "SGD step of 32 MLPs at once",
+        program,
+        native,
+        (stacked, torch.randn(128, 64), torch.randint(10, (128,))),
+    )
 
 
 class SmallCNN(nn.Module):
@@ -153,7 +170,10 @@ def per_sample_cnn() -> Workload:
 
         return func.vmap(func.grad(loss), in_dims=(None, 0, 0))
 
-    native = jax.vmap(jax.grad(lambda p, x, y: native_cross_entropy(native_cnn(p, x[None]), y[None])), in_axes=(None, 0, 0))
+    native = jax.vmap(
+        jax.grad(lambda p, x, y: native_cross_entropy(native_cnn(p, x[None]), y[None])),
+        in_axes=(None, 0, 0),
+    )
     inputs = (detached(net), torch.randn(64, 1, 28, 28), torch.randint(10, (64,)))
     return Workload("per-sample gradients of a CNN, 64 images", program, native, inputs)
 
@@ -162,20 +182,37 @@ def jacobian_params() -> Workload:
     net = perceptron([32, 64, 64, 10], nn.Tanh)
 
     def program(func: Any) -> Callable[..., Any]:
-        return func.vmap(func.jacrev(lambda p, x: func.functional_call(net, p, (x,))), in_dims=(None, 0))
+        return func.vmap(
+            func.jacrev(lambda p, x: func.functional_call(net, p, (x,))), in_dims=(None, 0)
+        )
 
     native = jax.vmap(jax.jacrev(native_perceptron), in_axes=(None, 0))
-    return Workload("Jacobian of an MLP by its parameters, 32 samples", program, native, (detached(net), torch.randn(32, 32)))
+    return Workload(
+        "Jacobian of an MLP by its parameters, 32 samples",
+        program,
+        native,
+        (detached(net), torch.randn(32, 32)),
+    )
 
 
 def hessian_mlp() -> Workload:
     net = perceptron([64, 128, 128, 1], nn.Tanh)
 
     def program(func: Any) -> Callable[..., Any]:
-        return func.vmap(func.hessian(lambda p, x: func.functional_call(net, p, (x,)).squeeze(-1), argnums=1), in_dims=(None, 0))
+        return func.vmap(
+            func.hessian(lambda p, x: func.functional_call(net, p, (x,)).squeeze(-1), argnums=1),
+            in_dims=(None, 0),
+        )
 
-    native = jax.vmap(jax.hessian(lambda p, x: native_perceptron(p, x).squeeze(-1), argnums=1), in_axes=(None, 0))
-    return Workload("Hessian of an MLP by its input, 16 samples", program, native, (detached(net), torch.randn(16, 64)))
+    native = jax.vmap(
+        jax.hessian(lambda p, x: native_perceptron(p, x).squeeze(-1), argnums=1), in_axes=(None, 0)
+    )
+    return Workload(
+        "Hessian of an MLP by its input, 16 samples",
+        program,
+        native,
+        (detached(net), torch.randn(16, 64)),
+    )
 
 
 class Layer(nn.Module):
@@ -189,15 +226,27 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class SmallGPT(nn.Module):
     """Four such layers of width 128 on 64 tokens: 0.9 million parameters."""
 
-    def __init__(self, vocabulary: int = 256, width: int = 128, heads: int = 4, layers: int = 4, length: int = 64) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        width: int = 128,
+        heads: int = 4,
+        layers: int = 4,
+        length: int = 64,
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
@@ -217,10 +266,14 @@ def native_gpt(p: Params, ids: jax.Array, heads: int = 4, layers: int = 4) -> ja
     for i in range(layers):
         at = f"layers.{i}"
         qkv = affine(p, f"{at}.qkv", native_norm(p, f"{at}.norm1", x))
-        q, k, v = (t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in jnp.split(qkv, 3, -1))
+        q, k, v = (
+            t.reshape(batch, length, heads, -1).swapaxes(1, 2) for t in jnp.split(qkv, 3, -1)
+        )
         scores = jnp.where(causal, q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5, -jnp.inf)
         x = x + affine(p, f"{at}.out", (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(x.shape))
-        hidden = jax.nn.gelu(affine(p, f"{at}.up", native_norm(p, f"{at}.norm2", x)), approximate=False)
+        hidden = jax.nn.gelu(
+            affine(p, f"{at}.up", native_norm(p, f"{at}.norm2", x)), approximate=False
+        )
         x = x + affine(p, f"{at}.down", hidden)
     return affine(p, "head", native_norm(p, "norm", x))
 
@@ -234,9 +287,14 @@ def per_sample_gpt() -> Workload:
 
         return func.vmap(func.grad(loss), in_dims=(None, 0, 0))
 
-    native = jax.vmap(jax.grad(lambda p, x, y: native_cross_entropy(native_gpt(p, x[None])[0], y)), in_axes=(None, 0, 0))
+    native = jax.vmap(
+        jax.grad(lambda p, x, y: native_cross_entropy(native_gpt(p, x[None])[0], y)),
+        in_axes=(None, 0, 0),
+    )
     inputs = (detached(net), text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    return Workload("per-sample gradients of a transformer, 8 texts of 64 tokens", program, native, inputs)
+    return Workload(
+        "per-sample gradients of a transformer, 8 texts of 64 tokens", program, native, inputs
+    )
 
 
 def few_rows() -> Workload:
@@ -251,5 +309,14 @@ def few_rows() -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     make.__name__: make
-    for make in (tiny_call, many_params, ensemble_step, per_sample_cnn, jacobian_params, hessian_mlp, per_sample_gpt, few_rows)
+    for make in (
+        tiny_call,
+        many_params,
+        ensemble_step,
+        per_sample_cnn,
+        jacobian_params,
+        hessian_mlp,
+        per_sample_gpt,
+        few_rows,
+    )
 }

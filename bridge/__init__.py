@@ -1,12 +1,15 @@
 """torch <-> JAX: tensors, trees, devices, modules, and running torch code on JAX values.
 
-Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``.  Flax modules are in ``bridge.flax``, files in
-``bridge.checkpoints``.
+Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``. Flax modules are in
+``bridge.flax``, files in ``bridge.checkpoints``.
 """
+
 from bridge.blocks import scan_blocks
 from bridge.convert.arrays import to_jax, to_torch
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
-from bridge.intercepted import checkpointing as _checkpointing  # noqa: F401  these files register what runs in a trace
+
+# these files register what runs in a trace
+from bridge.intercepted import checkpointing as _checkpointing  # noqa: F401
 from bridge.intercepted import control_flow as _control  # noqa: F401
 from bridge.intercepted import flex_attention as _flex_attention  # noqa: F401
 from bridge.intercepted import gradient_hooks as _hooks  # noqa: F401
@@ -19,6 +22,18 @@ from bridge.sharding import load_sharded, shard, shardings
 from bridge.version import __version__ as __version__  # for type checkers, a name of ours
 
 __all__ = [
-    "Function", "buffers", "call", "from_jax", "function", "load", "load_sharded", "params", "register_lowering", "scan_blocks", "shard",
-    "shardings", "to_jax", "to_torch",
+    "Function",
+    "buffers",
+    "call",
+    "from_jax",
+    "function",
+    "load",
+    "load_sharded",
+    "params",
+    "register_lowering",
+    "scan_blocks",
+    "shard",
+    "shardings",
+    "to_jax",
+    "to_torch",
 ]

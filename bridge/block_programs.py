@@ -1,7 +1,9 @@
-"""The programs of equal blocks: what a block consists of, how two differ, and the loop over the trace of one of them.
+"""The programs of equal blocks: what a block consists of, how two differ, and the loop over the
+trace of one of them.
 
 bridge/blocks.py decides when the loop runs, and checks the calls.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -36,17 +38,31 @@ from bridge.trace.tracing import Traced
 _Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
 #: Attributes that are compared in ways of their own, or that an RNN makes anew.
 _STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *REBUILT})
-_CONSTANT = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | enum.Enum | None
+_CONSTANT = (
+    bool
+    | int
+    | float
+    | complex
+    | str
+    | bytes
+    | torch.dtype
+    | torch.device
+    | torch.Size
+    | enum.Enum
+    | None
+)
 
 
 class Differ(Exception):
     """Blocks differ; the text says which and in what."""
 
 
-# -- what a block consists of -----------------------------------------------------------------------------------------------------------
+# -- what a block consists of ----------------------------------------------------------------------
 @dataclasses.dataclass(slots=True)
 class Parts:
-    """A block's modules by their paths, and the places of its tensors; those that hold one tensor are together in one of ``slots``."""
+    """A block's modules by their paths, and the places of its tensors; those that hold one tensor
+    are together in one of ``slots``.
+    """
 
     modules: dict[str, nn.Module]
     slots: list[list[_Slot]]
@@ -57,21 +73,35 @@ class Parts:
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While entered, the places hold these tensors; the block may write to them, but replace none and set no attribute."""
+        """While entered, the places hold these tensors; the block may write to them, but replace
+        none and set no attribute.
+        """
         places = [(place, t) for slot, t in zip(self.slots, tensors, strict=True) for place in slot]
         before = [container[key] for (_, container, key), _ in places]
         for (_, container, key), t in places:
             container[key] = t
         attributes = {path: _snapshot(m) for path, m in self.modules.items()}
-        flat = [(m.__dict__, key, m.__dict__[key]) for m in self.modules.values() for key in REBUILT if key in m.__dict__]
+        flat = [
+            (m.__dict__, key, m.__dict__[key])
+            for m in self.modules.values()
+            for key in REBUILT
+            if key in m.__dict__
+        ]
         try:
             yield
             for (name, container, key), t in places:
-                if container.get(key) is not t if isinstance(container, dict) else container[key] is not t:
+                if (
+                    container.get(key) is not t
+                    if isinstance(container, dict)
+                    else container[key] is not t
+                ):
                     raise Differ(f"replaces its {name}")
             for path, m in self.modules.items():
                 if (changed := _first_change(attributes[path], _snapshot(m))) is not None:
-                    raise Differ(f"changes its attribute {_joined(path, changed)}, and a loop runs its Python only once")
+                    raise Differ(
+                        f"changes its attribute {_joined(path, changed)}, and a loop runs its "
+                        "Python only once"
+                    )
         finally:
             for ((_, container, key), _), t in zip(places, before, strict=True):
                 container[key] = t
@@ -102,17 +132,23 @@ def parts(block: nn.Module) -> Parts:
 
 
 def unlike(a: Parts, b: Parts) -> str | None:
-    """What differs between two blocks apart from the values of tensors and of Python attributes; None if nothing does."""
+    """What differs between two blocks apart from the values of tensors and of Python attributes;
+    None if nothing does.
+    """
     if [*a.modules] != [*b.modules]:
         return f"it has the submodules {[*b.modules]}, not {[*a.modules]}"
     for path, m in a.modules.items():
         other = b.modules[path]
-        own, its = map(parametrize.type_before_parametrizations, (m, other))  # each parametrized module has a class of its own
+        # each parametrized module has a class of its own
+        own, its = map(parametrize.type_before_parametrizations, (m, other))
         if own is not its:
             return f"{path or 'it'} is a {its.__name__}, not a {own.__name__}"
         for kind in HOOKS:
             hooks, others = ([*x.__dict__.get(kind, {}).values()] for x in (m, other))
-            if path and (len(hooks) != len(others) or any(h is not o for h, o in zip(hooks, others, strict=True))):
+            if path and (
+                len(hooks) != len(others)
+                or any(h is not o for h, o in zip(hooks, others, strict=True))
+            ):
                 return f"{path} has other {kind.strip('_').replace('_', ' ')}"
     if a.missing != b.missing:
         return f"of its parameters and buffers {b.missing} are None, not {a.missing}"
@@ -123,7 +159,10 @@ def unlike(a: Parts, b: Parts) -> str | None:
         for what in ("shape", "dtype", "device", "requires_grad"):
             x, y = getattr(t, what), getattr(u, what)
             if x != y:
-                return f"the {what} of {slot[0][0]} is {list(y) if what == 'shape' else y}, not {list(x) if what == 'shape' else x}"
+                return (
+                    f"the {what} of {slot[0][0]} is {list(y) if what == 'shape' else y}, not "
+                    f"{list(x) if what == 'shape' else x}"
+                )
     return None
 
 
@@ -137,18 +176,27 @@ def _attributes(a: Parts, b: Parts) -> set[tuple[str, str]]:
     for path, m in a.modules.items():
         mine, theirs = m.__dict__, b.modules[path].__dict__
         names = {*mine, *theirs} - _STATE - ({"forward"} if not path else set())
-        found |= {(path, k) for k in names if not equal(mine.get(k, equal), theirs.get(k, equal), slots=True)}
+        found |= {
+            (path, k)
+            for k in names
+            if not equal(mine.get(k, equal), theirs.get(k, equal), slots=True)
+        }
     return found
 
 
 def equal(a: Any, b: Any, slots: bool = False) -> bool:
-    """Whether two values hold the same; slots: tensors in them are among the blocks' ``Parts.slots``, where they may differ."""
+    """Whether two values hold the same; slots: tensors in them are among the blocks'
+    ``Parts.slots``, where they may differ.
+    """
     if a is b or (slots and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return True
     if type(a) is not type(b) or isinstance(a, torch.Tensor | weakref.ref):
         return False
     if type(a) in (list, tuple):
-        return len(a) == len(b) and all(equal(x, y, slots and type(a) is list and isinstance(x, torch.Tensor)) for x, y in zip(a, b))
+        return len(a) == len(b) and all(
+            equal(x, y, slots and type(a) is list and isinstance(x, torch.Tensor))
+            for x, y in zip(a, b)
+        )
     if isinstance(a, dict):
         return [*a] == [*b] and all(equal(x, b[k]) for k, x in a.items())
     try:
@@ -162,12 +210,25 @@ def _snapshot(m: nn.Module) -> dict[str, list[Any]]:
     found = {k: [v] for k, v in m.__dict__.items() if k not in _STATE}
     for value in found.values():
         inside = value[0]
-        value += [*inside, *inside.values()] if isinstance(inside, dict) else inside if type(inside) in (list, set) else []
+        value += (
+            [*inside, *inside.values()]
+            if isinstance(inside, dict)
+            else inside
+            if type(inside) in (list, set)
+            else []
+        )
     return found
 
 
 def _first_change(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> str | None:
-    return next((key for key in {**before, **now} if [*map(id, before.get(key, ()))] != [*map(id, now.get(key, ()))]), None)
+    return next(
+        (
+            key
+            for key in {**before, **now}
+            if [*map(id, before.get(key, ()))] != [*map(id, now.get(key, ()))]
+        ),
+        None,
+    )
 
 
 def is_constant(x: Any) -> bool:
@@ -175,7 +236,7 @@ def is_constant(x: Any) -> bool:
     return isinstance(x, torch.Tensor | _CONSTANT)
 
 
-# -- the trace of a block ------------------------------------------------------------------------------------------------------------------
+# -- the trace of a block --------------------------------------------------------------------------
 @contextlib.contextmanager
 def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tuple[str, str]]]:
     """While entered, those of these attributes that are read are added to the set."""
@@ -193,7 +254,9 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
         for path in sorted({path for path, _ in attributes}):
             m, kind = block.modules[path], type(block.modules[path])
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            m.__class__ = type(kind.__name__, (kind,), {**names, "__getattribute__": noting(path, kind)})
+            m.__class__ = type(
+                kind.__name__, (kind,), {**names, "__getattribute__": noting(path, kind)}
+            )
             before.append((m, kind))
         yield read
     finally:
@@ -203,7 +266,9 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
 
 @contextlib.contextmanager
 def _without_effects(root: Level) -> Iterator[None]:
-    """While entered, nothing that the jitted function reaches may be changed, as a counter or a list of results."""
+    """While entered, nothing that the jitted function reaches may be changed, as a counter or a
+    list of results.
+    """
     before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
     yield
     for holder, owner, old in before:
@@ -213,7 +278,9 @@ def _without_effects(root: Level) -> Iterator[None]:
 
 
 class _Draws:
-    """Takes the place of what makes torch's draws: those of the first trace are made, and later traces get the same numbers."""
+    """Takes the place of what makes torch's draws: those of the first trace are made, and later
+    traces get the same numbers.
+    """
 
     def __init__(self, drawn: Any) -> None:
         self.drawn, self.made, self.at = drawn, list[tuple[Draw, jax.Array, Any]](), 0
@@ -236,7 +303,9 @@ class _Draws:
 
 @dataclasses.dataclass(slots=True)
 class _Traced:
-    """A block's trace: (number of the block, arguments, tensors of the block) -> outputs, then written values."""
+    """A block's trace: (number of the block, arguments, tensors of the block) -> outputs, then
+    written values.
+    """
 
     jaxpr: ClosedJaxpr
     result: Result
@@ -249,18 +318,35 @@ class Loop:
     Args:
         blocks, forwards, titles: the modules, their forwards, and their names in messages.
         leaves, spec: the arguments of the first block.
-        feeds: by the place of an argument that changes from block to block, the place of the block's output that the next block takes.
-        asked: whether the user has asked for the loop; if not, whatever a block does beside its result stands against it.
+        feeds: by the place of an argument that changes from block to block, the place of the
+            block's output that the next block takes.
+        asked: whether the user has asked for the loop; if not, whatever a block does beside its
+            result stands against it.
 
     Attributes:
-        operands: of ``compute``: the arguments that are tensors, at the places ``where`` of the leaves, then each block's tensors.
+        operands: of ``compute``: the arguments that are tensors, at the places ``where`` of the
+            leaves, then each block's tensors.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]], titles: Sequence[str], leaves: list[Any], spec: Any,
-        feeds: dict[int, int], remat: bool, asked: bool = True,
-    ) -> None:  # fmt: skip
-        self.forwards, self.titles, self.leaves, self.spec, self.remat, self.asked = forwards, titles, leaves, spec, remat, asked
+        self,
+        blocks: Sequence[nn.Module],
+        forwards: Sequence[Callable[..., Any]],
+        titles: Sequence[str],
+        leaves: list[Any],
+        spec: Any,
+        feeds: dict[int, int],
+        remat: bool,
+        asked: bool = True,
+    ) -> None:
+        self.forwards, self.titles, self.leaves, self.spec, self.remat, self.asked = (
+            forwards,
+            titles,
+            leaves,
+            spec,
+            remat,
+            asked,
+        )
         self.parts = [parts(block) for block in blocks]
         for title, other in zip(titles[1:], self.parts[1:], strict=True):
             if (reason := unlike(self.parts[0], other)) is not None:
@@ -268,16 +354,25 @@ class Loop:
         self.where = split_arrays(leaves)
         self.feeds = {self.where.index(k): out for k, out in feeds.items()}
         tensors = [part.tensors() for part in self.parts]
-        self.shared = [all(t is row[0] for t in row) for row in zip(*tensors, strict=True)]  # one tensor in all blocks
+        # one tensor in all blocks
+        self.shared = [all(t is row[0] for t in row) for row in zip(*tensors, strict=True)]
         self.operands = [leaves[k] for k in self.where] + [t for row in tensors for t in row]
-        self.differing = [set[tuple[str, str]](), *[_attributes(self.parts[0], part) for part in self.parts[1:]]]
+        self.differing = [
+            set[tuple[str, str]](),
+            *[_attributes(self.parts[0], part) for part in self.parts[1:]],
+        ]
         self.draws: Any = None
         self.rows: list[list[jax.Array]] = []  # of each draw, the numbers for each block
         self.first_key: list[int] = []
 
     def compute(self, values: list[Any]) -> Result:
-        """Run all blocks; the Result has the values of one after the other, and its meta is (that of one block's outputs, their number)."""
-        count, (given, own) = len(self.parts), (values[: len(self.where)], values[len(self.where) :])
+        """Run all blocks; the Result has the values of one after the other, and its meta is (that
+        of one block's outputs, their number).
+        """
+        count, (given, own) = (
+            len(self.parts),
+            (values[: len(self.where)], values[len(self.where) :]),
+        )
         size = len(self.shared)
         rows = [own[k::size] for k in range(size)]
         one = self._verified(given, [row[0] for row in rows])
@@ -291,17 +386,29 @@ class Loop:
         def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
             index, own, numbers = x
             arguments, own = replaced(given, places, carry), iter(own)
-            tensors = [row[0] if shared else next(own) for row, shared in zip(rows, self.shared, strict=True)]
+            tensors = [
+                row[0] if shared else next(own)
+                for row, shared in zip(rows, self.shared, strict=True)
+            ]
             found = [c if d is None else numbers[d] for c, d in zip(consts, drawn, strict=True)]
             outs = jax.core.eval_jaxpr(wanted, found, index, *arguments, *tensors)
             return [outs[self.feeds[place]] for place in places], outs
 
         own = [stacked(row) for row, shared in zip(rows, self.shared, strict=True) if not shared]
         xs = (jnp.arange(count, dtype=np.int32), own, [stacked(row) for row in self.rows])
-        last, every = lax.scan(jax.checkpoint(step, prevent_cse=False) if self.remat else step, [given[p] for p in places], xs, count)
+        last, every = lax.scan(
+            jax.checkpoint(step, prevent_cse=False) if self.remat else step,
+            [given[p] for p in places],
+            xs,
+            count,
+        )
         every = [unstacked(v) for v in every]
         end = {self.feeds[place]: v for place, v in zip(places, last, strict=True)}
-        outs = [end[k] if k in end and n == count - 1 else every[k][n] for n in range(count) for k in range(number)]
+        outs = [
+            end[k] if k in end and n == count - 1 else every[k][n]
+            for n in range(count)
+            for k in range(number)
+        ]
         result = Result(outs, (one.result.meta, number))
         for slot, index, detached in targets:
             for n in range(count):
@@ -313,7 +420,9 @@ class Loop:
         return result
 
     def _source(self, of: Any, n: int, number: int, given: int) -> Any:
-        """What an output of block n shares memory with, in terms of all blocks, given that of the first block."""
+        """What an output of block n shares memory with, in terms of all blocks, given that of the
+        first block.
+        """
         if isinstance(of, Output):
             return Output(n * number + of.index)
         if not isinstance(of, int):
@@ -323,14 +432,19 @@ class Loop:
         return Output((n - 1) * number + self.feeds[of]) if n and of in self.feeds else of
 
     def _targets(self, result: Result) -> list[tuple[int, int, bool]]:
-        """(slot, index into the values, detached) of each tensor of its own that a block writes to."""
+        """(slot, index into the values, detached) of each tensor of its own
+        that a block writes to.
+        """
         found = []
         for target, index, detached in result.written:
             slot = target - len(self.where) if isinstance(target, int) else -1
             if slot < 0:
                 raise Differ(f"{self.titles[0]} writes to a tensor that is not its own")
             if self.shared[slot]:
-                raise Differ(f"{self.titles[0]} writes to {self.parts[0].slots[slot][0][0]}, which all blocks share")
+                raise Differ(
+                    f"{self.titles[0]} writes to {self.parts[0].slots[slot][0][0]}, "
+                    "which all blocks share"
+                )
             found.append((slot, index, detached))
         return found
 
@@ -340,12 +454,15 @@ class Loop:
             taken, made = jax.typeof(given[place]), avals[out]
             if (taken.shape, taken.dtype) != (made.shape, made.dtype):
                 raise Differ(
-                    f"{self.titles[0]} takes {taken.dtype}{list(taken.shape)} and returns {made.dtype}{list(made.shape)} for the next block"
+                    f"{self.titles[0]} takes {taken.dtype}{list(taken.shape)} and returns "
+                    f"{made.dtype}{list(made.shape)} for the next block"
                 )
 
-    # -- traces -----------------------------------------------------------------------------------------------------------------------
+    # -- traces ------------------------------------------------------------------------------------
     def _verified(self, given: list[Any], own: list[Any]) -> _Traced:
-        """The trace of the first block; raises Differ if a block that has another attribute that is read has another program."""
+        """The trace of the first block; raises Differ if a block that has another attribute that is
+        read has another program.
+        """
         root = state.level.root
         before = root.drawn
         if before is not None:
@@ -354,18 +471,28 @@ class Loop:
             one = self._trace(0, given, own, set().union(*self.differing))
             for n, attributes in enumerate(self.differing):
                 read = attributes & one.read
-                if read and not self.asked:  # to trace each block takes longer than to compile them one by one may save
-                    raise Differ(f"{self.titles[n]} reads an attribute that differs from {self.titles[0]}'s")
+                # to trace each block takes longer than to compile them one by one may save
+                if read and not self.asked:
+                    raise Differ(
+                        f"{self.titles[n]} reads an attribute that differs from {self.titles[0]}'s"
+                    )
                 if read and (reason := self._other(n, one, given, own)):
                     shown = ", ".join(sorted(_joined(*a) for a in read))
-                    raise Differ(f"{self.titles[n]} has another program than {self.titles[0]}, which reads {shown}: {reason}")
+                    raise Differ(
+                        f"{self.titles[n]} has another program than {self.titles[0]}, which reads "
+                        f"{shown}: {reason}"
+                    )
         if before is not None and not self.rows:
             others = [[before(draw)[0] for draw, *_ in self.draws.made] for _ in self.parts[1:]]
-            self.rows = [[v, *[row[k] for row in others]] for k, (_, v, _) in enumerate(self.draws.made)]
+            self.rows = [
+                [v, *[row[k] for row in others]] for k, (_, v, _) in enumerate(self.draws.made)
+            ]
         return one
 
     def _other(self, n: int, one: _Traced, given: list[Any], own: list[Any]) -> str | None:
-        """How the program of block n differs from that of the first one, whose tensors it is given here."""
+        """How the program of block n differs from that of the first one, whose tensors it is given
+        here.
+        """
         try:
             other = self._trace(n, given, own, set())
         except Differ as error:
@@ -377,7 +504,9 @@ class Loop:
         found = _difference(one.jaxpr, other.jaxpr)
         return found or _difference(_pullback(one.jaxpr), _pullback(other.jaxpr))
 
-    def _trace(self, n: int, given: list[Any], own: list[Any], attributes: set[tuple[str, str]]) -> _Traced:
+    def _trace(
+        self, n: int, given: list[Any], own: list[Any], attributes: set[tuple[str, str]]
+    ) -> _Traced:
         part, parent, results = self.parts[n], state.level, []
         draws = source(parent)
 
@@ -390,7 +519,9 @@ class Loop:
             call = Call.of((self.leaves, part.tensors()), {})
             traceable = call.traceable(run)
             traceable.as_given(call.arrays)
-            with push("plain" if self.asked else "block", key=key_of_lane(parent, index, self.first_key)) as level:
+            with push(
+                "plain" if self.asked else "block", key=key_of_lane(parent, index, self.first_key)
+            ) as level:
                 level.lane, level.draws = index, draws.draws
                 result = traceable.run(level, [*given, *own], take_apart)
                 after.append(level.draws)
@@ -400,7 +531,10 @@ class Loop:
         after: list[int] = []
         if self.draws is not None:
             self.draws.at = 0
-        with _watched(part, attributes) as read, contextlib.nullcontext() if self.asked else _without_effects(parent.root):
+        with (
+            _watched(part, attributes) as read,
+            contextlib.nullcontext() if self.asked else _without_effects(parent.root),
+        ):
             closed = jax.make_jaxpr(body)(np.int32(0), given, own)
         if not self.asked and (closed.effects or not all(map(is_constant, results[0].meta[1]))):
             raise Differ("a block has effects, or returns an object")
@@ -413,9 +547,14 @@ class Loop:
 
 
 def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The derivative of a program, in which the user's and JAX's rules of derivatives are written out."""
+    """The derivative of a program, in which the user's and JAX's rules of derivatives are written
+    out.
+    """
+
     def pull(*values: Any) -> Any:
-        pure = lambda *xs: [v for v in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs) if inexact(v)]
+        pure = lambda *xs: [
+            v for v in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs) if inexact(v)
+        ]
         outs, back = jax.vjp(pure, *values)
         return [g for g in back([jnp.ones_like(v) for v in outs]) if inexact(g)]
 
@@ -423,23 +562,36 @@ def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _difference(a: Any, b: Any) -> str | None:
-    """How two programs, closed jaxprs or jaxprs, differ; None if they are one. Functions among the parameters are not compared."""
+    """How two programs, closed jaxprs or jaxprs, differ; None if they are one. Functions among the
+    parameters are not compared.
+    """
     consts, others = (getattr(x, "consts", ()) for x in (a, b))
     if len(consts) != len(others):
         return "it uses other tensors from outside"
     for x, y in zip(consts, others, strict=True):
-        if x is not y and (isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer) or not np.array_equal(x, y)):
+        if x is not y and (
+            isinstance(x, jax.core.Tracer)
+            or isinstance(y, jax.core.Tracer)
+            or not np.array_equal(x, y)
+        ):
             return "it uses another tensor from outside"
     a, b = (getattr(x, "jaxpr", x) for x in (a, b))
-    numbers: list[dict[Any, int]] = [{v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in (a, b)]
+    numbers: list[dict[Any, int]] = [
+        {v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in (a, b)
+    ]
 
     def atoms(variables: Sequence[Any], known: dict[Any, int]) -> list[Any]:
-        return [(v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else known[v] for v in variables]
+        return [
+            (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else known[v]
+            for v in variables
+        ]
 
     if len(a.eqns) != len(b.eqns):
         return f"it has {len(b.eqns)} operations, not {len(a.eqns)}"
     for e, f in zip(a.eqns, b.eqns, strict=True):
-        if e.primitive is not f.primitive or [v.aval for v in e.outvars] != [v.aval for v in f.outvars]:
+        if e.primitive is not f.primitive or [v.aval for v in e.outvars] != [
+            v.aval for v in f.outvars
+        ]:
             return f"it computes {f.primitive}, not {e.primitive}"
         if atoms(e.invars, numbers[0]) != atoms(f.invars, numbers[1]):
             return f"{f.primitive} has other operands or constants"
@@ -447,7 +599,11 @@ def _difference(a: Any, b: Any) -> str | None:
             return f"{f.primitive} has other parameters"
         for known, eqn in zip(numbers, (e, f), strict=True):
             known.update((v, len(known) + k) for k, v in enumerate(eqn.outvars))
-    return None if atoms(a.outvars, numbers[0]) == atoms(b.outvars, numbers[1]) else "it returns other values"
+    return (
+        None
+        if atoms(a.outvars, numbers[0]) == atoms(b.outvars, numbers[1])
+        else "it returns other values"
+    )
 
 
 def _same_params(a: Any, b: Any) -> bool:

@@ -1,12 +1,16 @@
-"""Equal blocks of a module, such as the layers of a transformer, traced and compiled once: a loop over their stacked parameters.
+"""Equal blocks of a module, such as the layers of a transformer, traced and compiled once: a loop
+over their stacked parameters.
 
-The module's own forward runs as it is.  What its calls of the blocks hand on from one to the next is learned from the first two of them;
-the second call runs all further blocks as one ``lax.scan``, and each later call only checks that it is the one that the loop has made.
-bridge/block_programs.py compares blocks and traces one of them.
+The module's own forward runs as it is. What its calls of the blocks hand on from one to the next is
+learned from the first two of them; the second call runs all further blocks as one ``lax.scan``, and
+each later call only checks that it is the one that the loop has made. bridge/block_programs.py
+compares blocks and traces one of them.
 
-Under jit this happens by itself where a list has many equal blocks.  Where the loop turns out not to be what the calls do, the trace ends,
-and the function is traced again with these blocks one by one: ``scan_blocks`` alone, which a user has written, says what differs.
+Under jit this happens by itself where a list has many equal blocks. Where the loop turns out not to
+be what the calls do, the trace ends, and the function is traced again with these blocks one by one:
+``scan_blocks`` alone, which a user has written, says what differs.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -34,11 +38,14 @@ from bridge.trace.levels import Level, state
 from bridge.trace.tracing import Traced, node_of
 
 _FEWEST = 3  # the first block is traced by itself, so that a loop takes at least two others
-_DEEP = 8  # so many blocks become a loop by themselves: what fewer take to be traced and compiled is small
+# so many blocks become a loop by themselves: what fewer take to be traced and compiled is small
+_DEEP = 8
 
 
 class OneByOne(BaseException):
-    """Ends a trace in which a loop that nobody has asked for is not what the calls of the blocks do; ``blocks`` are to run one by one."""
+    """Ends a trace in which a loop that nobody has asked for is not what the calls of the blocks
+    do; ``blocks`` are to run one by one.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], reason: str) -> None:
         super().__init__(reason)
@@ -47,30 +54,39 @@ class OneByOne(BaseException):
 
 @contextlib.contextmanager
 def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator[None]:
-    """Compile equal blocks of a module once, as a loop over them, while entered: compile time and program size do not grow with depth.
+    """Compile equal blocks of a module once, as a loop over them, while entered: compile time and
+    program size do not grow with depth.
 
-    Under ``torchfunc_jax.jit``, lists of at least eight equal blocks are compiled so by themselves, where nothing stands against it.
+    Under ``torchfunc_jax.jit``, lists of at least eight equal blocks are compiled so by themselves,
+    where nothing stands against it.
 
-    It acts in code that is traced as one program: inside of a jitted function (``torchfunc_jax.jit``, ``jax.jit``), or around its first
-    call; with grad, vmap, jvp and ``functional_call`` inside too. Elsewhere the blocks run as without it. The module's forward is not
-    changed: it may loop over the blocks, index them, hand constants to each of them and keep what they return.
+    It acts in code that is traced as one program: inside of a jitted function
+    (``torchfunc_jax.jit``, ``jax.jit``), or around its first call; with grad, vmap, jvp and
+    ``functional_call`` inside too. Elsewhere the blocks run as without it. The module's forward is
+    not changed: it may loop over the blocks, index them, hand constants to each of them and keep
+    what they return.
 
-    The blocks must be of one class and have the same submodules, shapes and dtypes; they are called one after the other, and each tensor
-    that one takes is the same for all, or was returned by the block before. Blocks may draw random numbers and write to their own buffers.
-    The first block is traced by itself, the others once together. A Python attribute that differs between blocks, such as their number, is
-    watched: if it is read, the blocks that differ are traced too, and their programs must be the first one's.
+    The blocks must be of one class and have the same submodules, shapes and dtypes; they are called
+    one after the other, and each tensor that one takes is the same for all, or was returned by the
+    block before. Blocks may draw random numbers and write to their own buffers. The first block is
+    traced by itself, the others once together. A Python attribute that differs between blocks, such
+    as their number, is watched: if it is read, the blocks that differ are traced too, and their
+    programs must be the first one's.
 
     Args:
         module: any nn.Module.
-        names: of nn.ModuleLists and nn.Sequentials in the module, "layers" or "encoder.h"; "" is the module itself. None: each of them with
-            at least three equal members, the outermost if one contains another.
-        remat: compute each block again in the backward pass (``jax.checkpoint``), which keeps only what flows between the blocks.
+        names: of nn.ModuleLists and nn.Sequentials in the module, "layers" or "encoder.h"; "" is
+            the module itself. None: each of them with at least three equal members, the outermost
+            if one contains another.
+        remat: compute each block again in the backward pass (``jax.checkpoint``), which keeps only
+            what flows between the blocks.
 
     Returns:
         a context manager, which is a decorator too.
 
     Raises:
-        RuntimeError: the blocks differ, or their calls do; the message names the block and the difference.
+        RuntimeError: the blocks differ, or their calls do; the message names the block and the
+            difference.
         ValueError: a name is of no such list, or no name is given and there is none.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
@@ -87,8 +103,9 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
     found = [(name, _listed(module, name)) for name in names] or list(_alike(module))
     if not found:
         raise ValueError(
-            f"scan_blocks: {type(module).__name__} has no nn.ModuleList or nn.Sequential of at least {_FEWEST} equal blocks; name the list "
-            "whose blocks you hold to be equal, and the error says what differs"
+            f"scan_blocks: {type(module).__name__} has no nn.ModuleList or nn.Sequential of at "
+            f"least {_FEWEST} equal blocks; name the list whose blocks you hold to be equal, and "
+            "the error says what differs"
         )
     with SWAPPING, contextlib.ExitStack() as stack:
         for name, blocks in found:
@@ -97,8 +114,11 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
 
 
 @contextlib.contextmanager
-def deep_lists(modules: Iterable[nn.Module], apart: Iterable[Sequence[nn.Module]] = ()) -> Iterator[None]:
-    """While entered, long lists of equal blocks among these modules run as loops, the outermost if one contains another.
+def deep_lists(
+    modules: Iterable[nn.Module], apart: Iterable[Sequence[nn.Module]] = ()
+) -> Iterator[None]:
+    """While entered, long lists of equal blocks among these modules run as loops, the outermost if
+    one contains another.
 
     modules: with their submodules.  apart: the blocks of lists that are left as they are.
 
@@ -108,10 +128,22 @@ def deep_lists(modules: Iterable[nn.Module], apart: Iterable[Sequence[nn.Module]
     left = {id(m) for blocks in apart for block in blocks for m in block.modules()}
     found = []
     for m in modules:
-        blocks = list(m) if isinstance(m, nn.ModuleList | nn.Sequential) and _DEEP <= len(m) == len(set(map(id, m))) else []
-        if blocks and left.isdisjoint(map(id, blocks)) and _are_alike(blocks) and not any(map(_has_hooks_inside, blocks)):
+        blocks = (
+            list(m)
+            if isinstance(m, nn.ModuleList | nn.Sequential)
+            and _DEEP <= len(m) == len(set(map(id, m)))
+            else []
+        )
+        if (
+            blocks
+            and left.isdisjoint(map(id, blocks))
+            and _are_alike(blocks)
+            and not any(map(_has_hooks_inside, blocks))
+        ):
             found.append(blocks)
-    inside = {id(m) for blocks in found for block in blocks for m in block.modules() if m is not block}
+    inside = {
+        id(m) for blocks in found for block in blocks for m in block.modules() if m is not block
+    }
     with contextlib.ExitStack() as stack:
         for blocks in found:
             if inside.isdisjoint(map(id, blocks)):
@@ -120,7 +152,9 @@ def deep_lists(modules: Iterable[nn.Module], apart: Iterable[Sequence[nn.Module]
 
 
 def _has_hooks_inside(block: nn.Module) -> bool:
-    """Whether a submodule has hooks; those of the block itself are called around each call of its forward."""
+    """Whether a submodule has hooks; those of the block itself are called around each call of its
+    forward.
+    """
     return any(m.__dict__.get(kind) for m in block.modules() if m is not block for kind in HOOKS)
 
 
@@ -130,19 +164,28 @@ def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
     except AttributeError:
         found = None
     if not isinstance(found, nn.ModuleList | nn.Sequential):
-        known = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        known = [
+            n for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)
+        ]
         raise ValueError(
-            f"scan_blocks: names: expected the name of an nn.ModuleList or nn.Sequential, got {name!r}; {type(module).__name__} has "
-            f"{', '.join(map(repr, known)) or 'none'}"
+            "scan_blocks: names: expected the name of an nn.ModuleList or nn.Sequential, got "
+            f"{name!r}; {type(module).__name__} has {', '.join(map(repr, known)) or 'none'}"
         )
     if len(set(map(id, found))) < len(found):
-        raise ValueError(f"scan_blocks: names: one block is at two places of {name!r}; it is compiled once without a loop")
+        raise ValueError(
+            f"scan_blocks: names: one block is at two places of {name!r}; it is compiled once "
+            "without a loop"
+        )
     return found
 
 
 def _alike(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
     """The names and the outermost lists in a module whose members are equal."""
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(set(map(id, module))) == len(module) >= _FEWEST and _are_alike(module):
+    if (
+        isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(set(map(id, module))) == len(module) >= _FEWEST
+        and _are_alike(module)
+    ):
         yield name, module
         return
     for key, child in module.named_children():
@@ -150,7 +193,9 @@ def _alike(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _are_alike(blocks: Iterable[nn.Module]) -> bool:
-    """Whether blocks have tensors, and are equal apart from the values of these and of Python attributes."""
+    """Whether blocks have tensors, and are equal apart from the values of these and of Python
+    attributes.
+    """
     first, *others = [parts(m) for m in blocks]
     return bool(first.slots) and all(unlike(first, other) is None for other in others)
 
@@ -160,7 +205,8 @@ class _Expected:
     """The next call of a sequence in progress.
 
     Attributes:
-        leaves, spec: the arguments that the loop has assumed, and their tree; of the first two calls, those of the call before.
+        leaves, spec: the arguments that the loop has assumed, and their tree; of the first two
+            calls, those of the call before.
         outs: what the block before returned.
         settings: those of PyTorch that a program depends on, at the first call.
         results: what the calls that are left return, with the state of their blocks.
@@ -172,7 +218,8 @@ class _Expected:
     spec: Any
     outs: list[Any]
     settings: Any
-    feeds: dict[int, int] = dataclasses.field(default_factory=dict)  # by the place of an argument, that of the output it comes from
+    # by the place of an argument, that of the output it comes from
+    feeds: dict[int, int] = dataclasses.field(default_factory=dict)
     versions: list[int] = dataclasses.field(default_factory=list)
     results: list[Any] = dataclasses.field(default_factory=list)
 
@@ -192,8 +239,9 @@ class _Sequence:
         if not self.asked:
             return OneByOne(self.blocks, reason)
         return RuntimeError(
-            f"scan_blocks: {reason}. Blocks that are compiled once must be equal and be called one after the other, with the same "
-            f"arguments or with what the block before returned; name other lists, or do without scan_blocks{at_line()}"
+            f"scan_blocks: {reason}. Blocks that are compiled once must be equal and be called one "
+            "after the other, with the same arguments or with what the block before returned; name "
+            f"other lists, or do without scan_blocks{at_line()}"
         )
 
     def title(self, index: int) -> str:
@@ -201,7 +249,9 @@ class _Sequence:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """While entered, the blocks' forwards are ``called``; at the end, a run through some of the blocks only is refused."""
+        """While entered, the blocks' forwards are ``called``; at the end, a run through some of the
+        blocks only is refused.
+        """
         before = [block.__dict__.get("forward") for block in self.blocks]
         for index, (block, forward) in enumerate(zip(self.blocks, self.forwards, strict=True)):
             block.forward = called = functools.wraps(forward)(functools.partial(self.called, index))
@@ -210,7 +260,10 @@ class _Sequence:
             yield
             if self.next is not None and not (self.asked and self.next.level.closed):
                 after = self.title(self.next.index)
-                raise self.refused(f"{after} and the blocks after it are not called, and the loop has run through them")
+                raise self.refused(
+                    f"{after} and the blocks after it are not called, and the "
+                    "loop has run through them"
+                )
         finally:
             for block, own in zip(self.blocks, before, strict=True):
                 block.__dict__.pop("forward", None)
@@ -222,10 +275,13 @@ class _Sequence:
         level = state.level
         if level is None or len(self.blocks) < _FEWEST or threading.get_ident() != self.thread:
             return self.forwards[index](*args, **kwargs)
-        if self.next is not None and self.next.level.closed and self.asked:  # of a trace that was given up
+        # of a trace that was given up
+        if self.next is not None and self.next.level.closed and self.asked:
             self.next = None
         leaves, spec = trees.flatten((args, kwargs))
-        if not self.asked and not (_cannot_change((args, tuple(kwargs.values()))) and all(map(is_constant, leaves))):
+        if not self.asked and not (
+            _cannot_change((args, tuple(kwargs.values()))) and all(map(is_constant, leaves))
+        ):
             raise self.refused(f"{self.title(index)} takes an object that may be changed")
         settings = ambient(), torch.is_grad_enabled(), private.forward_mode_enabled()
         if self.next is None:
@@ -236,9 +292,14 @@ class _Sequence:
             self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0], settings)
             return out
         if settings != self.next.settings:
-            raise self.refused(f"{self.title(index)} is called with other settings (grad mode, autocast) than {self.title(0)}")
+            raise self.refused(
+                f"{self.title(index)} is called with other settings (grad mode, autocast) than "
+                f"{self.title(0)}"
+            )
         if index != self.next.index or level is not self.next.level:
-            raise self.refused(f"{self.title(index)} is called where {self.title(self.next.index)} comes next")
+            raise self.refused(
+                f"{self.title(index)} is called where {self.title(self.next.index)} comes next"
+            )
         if index == 1:
             try:
                 self._run(self.next, leaves, spec)
@@ -256,30 +317,63 @@ class _Sequence:
         """Run the loop from the second call on."""
         before = {id(x): k for k, x in reversed([*enumerate(expected.outs)]) if type(x) is Traced}
         constant = {id(x) for x in expected.leaves}
-        feeds = {k: before[id(x)] for k, x in enumerate(leaves) if id(x) in before and id(x) not in constant}
+        feeds = {
+            k: before[id(x)]
+            for k, x in enumerate(leaves)
+            if id(x) in before and id(x) not in constant
+        }
         titles = [self.title(k) for k in range(1, len(self.blocks))]
-        loop = Loop(self.blocks[1:], self.forwards[1:], titles, leaves, spec, feeds, self.remat, self.asked)
+        loop = Loop(
+            self.blocks[1:], self.forwards[1:], titles, leaves, spec, feeds, self.remat, self.asked
+        )
         outs, (meta, count) = apply(loop.compute, loop.operands)
         rows = [outs[k * count : (k + 1) * count] for k in range(len(titles))]
         expected.feeds, expected.leaves, expected.spec = feeds, leaves, spec
-        expected.versions = [node_of(x).root.version if k in loop.where else 0 for k, x in enumerate(leaves)]
-        kept = [(part.tensors(), [node_of(t).root.version for t in part.tensors()]) for part in loop.parts]
-        expected.results = [(put_together(row, meta), *state) for row, state in zip(rows, kept, strict=True)]
+        expected.versions = [
+            node_of(x).root.version if k in loop.where else 0 for k, x in enumerate(leaves)
+        ]
+        kept = [
+            (part.tensors(), [node_of(t).root.version for t in part.tensors()])
+            for part in loop.parts
+        ]
+        expected.results = [
+            (put_together(row, meta), *state) for row, state in zip(rows, kept, strict=True)
+        ]
 
     def _check(self, expected: _Expected, leaves: list[Any], spec: Any) -> None:
-        """Refuse a call whose arguments, or whose block's state, are not those that the loop has assumed."""
+        """Refuse a call whose arguments, or whose block's state, are not those that the loop has
+        assumed.
+        """
         if spec != expected.spec:
-            raise self.refused(f"{self.title(expected.index)} takes arguments of another structure than {self.title(expected.index - 1)}")
+            raise self.refused(
+                f"{self.title(expected.index)} takes arguments of another structure than "
+                f"{self.title(expected.index - 1)}"
+            )
         names = trees.paths(spec)
         for k, (now, before) in enumerate(zip(leaves, expected.leaves, strict=True)):
             wanted = expected.outs[expected.feeds[k]] if k in expected.feeds else before
-            if not _same(now, wanted) or (isinstance(now, Traced) and node_of(now).root.version != expected.versions[k]):
-                what = f"what {self.title(expected.index - 1)} returned" if k in expected.feeds else "the one that the blocks before took"
-                raise self.refused(f"argument {'.'.join(map(str, names[k][1:]))} of {self.title(expected.index)} is not {what}")
+            if not _same(now, wanted) or (
+                isinstance(now, Traced) and node_of(now).root.version != expected.versions[k]
+            ):
+                what = (
+                    f"what {self.title(expected.index - 1)} returned"
+                    if k in expected.feeds
+                    else "the one that the blocks before took"
+                )
+                raise self.refused(
+                    f"argument {'.'.join(map(str, names[k][1:]))} of {self.title(expected.index)} "
+                    f"is not {what}"
+                )
         _, tensors, versions = expected.results[0]
         now = parts(self.blocks[expected.index]).tensors()
-        if any(a is not b for a, b in zip(now, tensors, strict=True)) or [node_of(t).root.version for t in now] != versions:
-            raise self.refused(f"parameters or buffers of {self.title(expected.index)} are changed between the calls of the blocks")
+        if (
+            any(a is not b for a, b in zip(now, tensors, strict=True))
+            or [node_of(t).root.version for t in now] != versions
+        ):
+            raise self.refused(
+                f"parameters or buffers of {self.title(expected.index)} are changed between the "
+                "calls of the blocks"
+            )
 
     def _result(self, expected: _Expected) -> Any:
         out, *_ = expected.results.pop(0)
@@ -298,11 +392,21 @@ def _without_loop(forward: Any) -> Any:
 
 
 def _cannot_change(tree: Any) -> bool:
-    """Whether the containers in a tree of arguments are tuples, so that a block cannot put anything into them."""
-    return all(map(_cannot_change, tree)) if isinstance(tree, tuple) else not isinstance(tree, list | dict | set)
+    """Whether the containers in a tree of arguments are tuples, so that a block cannot put anything
+    into them.
+    """
+    return (
+        all(map(_cannot_change, tree))
+        if isinstance(tree, tuple)
+        else not isinstance(tree, list | dict | set)
+    )
 
 
 def _same(now: Any, before: Any) -> bool:
     if type(now) is Traced and type(before) is Traced:
-        return now.node is before.node and now.shape == before.shape and now.stride() == before.stride()
+        return (
+            now.node is before.node
+            and now.shape == before.shape
+            and now.stride() == before.stride()
+        )
     return equal(now, before)

@@ -1,7 +1,9 @@
 """Keys for compiled programs: two values have one key only if no program can tell them apart.
 
-Python's own equality is not enough for that: ``0.0 == -0.0`` and ``1 == True == 1.0`` hold, and NaN is not equal to itself.
+Python's own equality is not enough for that: ``0.0 == -0.0`` and ``1 == True == 1.0`` hold, and NaN
+is not equal to itself.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,9 +24,11 @@ _EXACT = frozenset({int, bool, str, bytes, type(None)})
 
 
 def identical(x: Any) -> Any:
-    """A hashable key of a value; two keys are equal only if the values have the same type and the same content, bit by bit.
+    """A hashable key of a value; two keys are equal only if the values have the same type and the
+    same content, bit by bit.
 
-    The key refers only weakly to an object that is compared by identity (a module, a function, most objects): it does not keep it alive.
+    The key refers only weakly to an object that is compared by identity (a module, a function, most
+    objects): it does not keep it alive.
 
     Args:
         x: a hashable value.
@@ -37,7 +41,11 @@ def identical(x: Any) -> Any:
 
     Example:
         >>> from bridge.cache_keys import identical
-        >>> identical(0.0) == identical(-0.0), identical((1, 2)) == identical((True, 2)), identical(float("nan")) == identical(float("nan"))
+        >>> (
+        ...     identical(0.0) == identical(-0.0),
+        ...     identical((1, 2)) == identical((True, 2)),
+        ...     identical(float("nan")) == identical(float("nan")),
+        ... )
         (False, False, True)
     """
     kind = type(x)
@@ -62,7 +70,9 @@ def _other(x: Any) -> Any:
 
 
 def weak(x: Any) -> Any:
-    """A weak reference to x if x is compared by identity and allows weak references; otherwise x itself."""
+    """A weak reference to x if x is compared by identity and allows weak references; otherwise x
+    itself.
+    """
     if not by_identity(x):
         return x
     try:
@@ -72,9 +82,15 @@ def weak(x: Any) -> Any:
 
 
 def by_identity(x: Any) -> bool:
-    """Whether x is equal only to itself; False for classes, which mostly live as long as the process."""
+    """Whether x is equal only to itself; False for classes, which mostly live as long as the
+    process.
+    """
     kind = type(x)
-    return kind.__hash__ is object.__hash__ and kind.__eq__ is object.__eq__ and not isinstance(x, type)
+    return (
+        kind.__hash__ is object.__hash__
+        and kind.__eq__ is object.__eq__
+        and not isinstance(x, type)
+    )
 
 
 _RULES: dict[type, Any] = {

@@ -1,8 +1,11 @@
-"""Files and folders are replaced so that a complete one, the old or the new, exists at every moment.
+"""Files and folders are replaced so that a complete one, the old or the new, exists at every
+moment.
 
-The new one is written into a staging folder beside its target and then renamed.  One rename replaces a file.  A folder needs two, and
-between them the old folder is at ``set_aside(target)``, where ``current`` finds it if the process ended there.
+The new one is written into a staging folder beside its target and then renamed. One rename replaces
+a file. A folder needs two, and between them the old folder is at ``set_aside(target)``, where
+``current`` finds it if the process ended there.
 """
+
 from __future__ import annotations
 
 import errno
@@ -24,21 +27,32 @@ def set_aside(target: Path) -> Path:
 
 
 def current(target: Path) -> Path:
-    """The path itself, or if nothing is there, the folder that an interrupted ``replace`` has set aside."""
+    """The path itself, or if nothing is there, the folder that an interrupted ``replace`` has set
+    aside.
+    """
     aside = set_aside(target)
     return aside if not os.path.lexists(target) and aside.is_dir() else target
 
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A new folder beside the target to write in, removed at the end; folders left by dead processes of this host are removed too."""
+    """A new folder beside the target to write in, removed at the end; folders left by dead
+    processes of this host are removed too.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix, host = f".{target.name}.partial-", socket.gethostname()
     for left in target.parent.iterdir():
         owner = left.name.removeprefix(prefix).split("-", 2)  # process, random letters, host
-        if left.name.startswith(prefix) and owner[0].isdigit() and owner[2:] == [host] and not _alive(int(owner[0])):
+        if (
+            left.name.startswith(prefix)
+            and owner[0].isdigit()
+            and owner[2:] == [host]
+            and not _alive(int(owner[0]))
+        ):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(f"-{host}", f"{prefix}{os.getpid()}-", target.parent, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        f"-{host}", f"{prefix}{os.getpid()}-", target.parent, ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
 
 
@@ -52,7 +66,9 @@ def _alive(process: int) -> bool:
 
 @contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
-    """While entered, nobody else replaces entries of the folder, or reads them if not shared; only on file systems with locks."""
+    """While entered, nobody else replaces entries of the folder, or reads them if not shared; only
+    on file systems with locks.
+    """
     if not folder.is_dir():
         yield
         return
@@ -66,7 +82,8 @@ def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
-    """Move a new file or folder, written to disk (``sync``), from a staging folder to the target; OSError leaves the target unchanged.
+    """Move a new file or folder, written to disk (``sync``), from a staging folder to the target;
+    OSError leaves the target unchanged.
 
     An old file or folder there is removed; keep: it is renamed instead, and its new path returned.
     """
@@ -76,7 +93,8 @@ def replace(new: Path, target: Path, *, keep: bool = False) -> Path | None:
             numbered = (target.with_name(f"{target.name}.replaced-{n}") for n in itertools.count(1))
             aside = next(path for path in numbered if not os.path.lexists(path))
         if moved := there and (keep or new.is_dir()):
-            _remove(set_aside(target), new.parent)  # left by a save that ended after its second rename
+            # left by a save that ended after its second rename
+            _remove(set_aside(target), new.parent)
             os.rename(target, aside)
         elif target.is_file():
             new.chmod(stat.S_IMODE(target.stat().st_mode))
@@ -113,7 +131,8 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+        # some file systems cannot sync a folder
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)

@@ -1,4 +1,5 @@
 """The JAX device of each torch device, and the default device to which CPU tensors are sent."""
+
 from __future__ import annotations
 
 import contextlib
@@ -21,7 +22,8 @@ def set_default(device: jax.Device | str | None) -> None:
     """Send CPU tensors to this JAX device for computation; results come back as CPU tensors.
 
     Args:
-        device: a ``jax.Device``, a platform name ("tpu", "gpu", "cpu"), "platform:index", or None to switch it off.
+        device: a ``jax.Device``, a platform name ("tpu", "gpu", "cpu"), "platform:index", or None
+            to switch it off.
 
     Raises:
         ValueError: there is no such device.
@@ -50,7 +52,9 @@ def use(device: jax.Device | str | None) -> Iterator[None]:
 
 
 def find(device: jax.Device | str) -> jax.Device:
-    """This process's JAX device with a name such as "tpu" or "gpu:1"; a ``jax.Device`` is returned as it is."""
+    """This process's JAX device with a name such as "tpu" or "gpu:1"; a ``jax.Device`` is returned
+    as it is.
+    """
     if isinstance(device, jax.Device):
         return device
     platform, _, index = str(device).partition(":")
@@ -63,7 +67,8 @@ def find(device: jax.Device | str) -> jax.Device:
 
 
 def free_memory(device: jax.Device) -> int:
-    """The bytes that are free on a device; for a CPU, those that the machine, or this process's cgroup, still has.
+    """The bytes that are free on a device; for a CPU, those that the machine, or this process's
+    cgroup, still has.
 
     Args:
         device: any JAX device.
@@ -84,17 +89,30 @@ def free_memory(device: jax.Device) -> int:
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
     free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, StopIteration):  # not Linux
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        line = next(
+            line
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable:")
+        )
         free.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit, which says "max"
+    # no cgroup, or one without a limit, which says "max"
+    with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        free.append(
+            int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        )
     return max(min(free), 0)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device as tensors name theirs: torch.device("cuda") is the current one of the CUDA devices."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    """The device as tensors name theirs: torch.device("cuda") is the current one of the CUDA
+    devices.
+    """
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device.type == "cuda" and device.index is None
+        else device
+    )
 
 
 def has_accelerator() -> bool:
@@ -110,11 +128,15 @@ def of(device: torch.device) -> jax.Device:
 
 
 def jax_device(device: torch.device) -> jax.Device | None:
-    """The JAX device that computes with tensors on that torch device; None: the device that has the memory, without a copy."""
+    """The JAX device that computes with tensors on that torch device; None: the device that has the
+    memory, without a copy.
+    """
     if device.type == "cpu":
         if process.default_device is not None:
             return process.default_device
         return jax.local_devices(backend="cpu")[0] if has_accelerator() else None
     if device.type == "cuda":
         return None
-    raise TypeError(f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()")
+    raise TypeError(
+        f"device: expected a tensor on 'cpu' or 'cuda', got {device.type!r}; move it with .cpu()"
+    )

@@ -1,4 +1,7 @@
-"""Errors raised while tracing; their messages name the line of the user's code, the operator, and what to do."""
+"""Errors raised while tracing; their messages name the line of the user's code, the operator, and
+what to do.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -18,14 +21,18 @@ import torch
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_OURS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("bridge", "torchfunc_jax"))
+_OURS = tuple(
+    os.path.join(os.path.dirname(_HERE), name, "") for name in ("bridge", "torchfunc_jax")
+)
 _INSTALLED, _STANDARD = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
 _TORCH, _JAX = (os.path.join(os.path.dirname(package.__file__), "") for package in (torch, jax))
 _LIBRARIES = (_INSTALLED, _STANDARD, _TORCH, _JAX)
 
 
 class DataDependentError(RuntimeError):
-    """The function asked for a value, or for a shape that depends on values, while only shapes are known (under vmap or jit)."""
+    """The function asked for a value, or for a shape that depends on values, while only shapes are
+    known (under vmap or jit).
+    """
 
 
 class NoLoweringError(NotImplementedError):
@@ -37,24 +44,38 @@ class EscapedTensorError(RuntimeError):
 
 
 class NeedsTorch(BaseException):  # the user's code must not catch it
-    """The function does what only PyTorch can do, so the call starts again in torch.func; under jit the function itself is called."""
+    """The function does what only PyTorch can do, so the call starts again in torch.func; under jit
+    the function itself is called.
+    """
 
 
 class NeedsJax(BaseException):
-    """The function calls what only a trace of JAX's can do (``bridge.call``), so an un-jitted call with jax.Arrays starts again in JAX."""
+    """The function calls what only a trace of JAX's can do (``bridge.call``), so an un-jitted call
+    with jax.Arrays starts again in JAX.
+    """
 
 
 class CalledItself(NeedsTorch):
-    """No program can do again what a jitted function does to Python objects, so jit calls the function itself, also in later calls."""
+    """No program can do again what a jitted function does to Python objects, so jit calls the
+    function itself, also in later calls.
+    """
 
 
 class NotInLoopError(RuntimeError):
-    """The steps of a loop cannot be compiled as one step that runs several times, so they run one by one."""
+    """The steps of a loop cannot be compiled as one step that runs several times, so they run one
+    by one.
+    """
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file has the user's own code: neither ours, nor the standard library's, nor an installed package's."""
-    return not filename.startswith(_OURS) and not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen")
+    """Whether a file has the user's own code: neither ours, nor the standard library's, nor an
+    installed package's.
+    """
+    return (
+        not filename.startswith(_OURS)
+        and not filename.startswith(_LIBRARIES)
+        and not filename.startswith("<frozen")
+    )
 
 
 def shown_line(filename: str, number: int) -> str:
@@ -71,23 +92,40 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
 
 
 def at_line() -> str:
-    """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the user's own code; "" if there is none."""
+    """`` (at file.py:12: y = x.nonzero())``, the end of a message, for the innermost frame of the
+    user's own code; "" if there is none.
+    """
     frame = _of_user(sys._getframe(1))
     return "" if frame is None else f" (at {shown_line(frame.f_code.co_filename, frame.f_lineno)})"
 
 
-#: Words of PyTorch's and JAX's that do not say what to do -> what to do; it becomes a note of the error.
+#: Words of PyTorch's and JAX's that do not say what to do -> what to do; it becomes a note of the
+#: error.
 _ADVICE = {
-    "data-dependent control flow": "Each lane of a vmap has a value of its own, and Python takes one branch: compute both branches and "
-        "choose by torch.where(condition, a, b), or use torch.cond.",
-    "calling .item() on a Tensor": "Keep it a tensor: x * x.sum() in the place of x * x.sum().item(), torch.sin in the place of math.sin.",
-    "dynamic shape": "Keep the shape and choose by the mask: torch.where(mask, x, 0.0).sum() in the place of x[mask].sum().",
-    "Cannot access data pointer of Tensor": "NumPy cannot see the values of a tensor inside of a transform: call PyTorch's function of "
-        "that name, or NumPy's outside of the transform.",
-    "as an abstract array": "If a function of JAX's was called with a torch tensor: bridge.from_jax(f) makes a torch function of it, and "
-        "bridge.to_jax(x) an array of a tensor outside of transforms.",
-    "must be Tensor, not DynamicJaxprTracer": "bridge.from_jax takes functions of jax.Arrays; call a function of torch tensors as it is.",
-}  # fmt: skip
+    "data-dependent control flow": (
+        "Each lane of a vmap has a value of its own, and Python takes one branch: compute both "
+        "branches and choose by torch.where(condition, a, b), or use torch.cond."
+    ),
+    "calling .item() on a Tensor": (
+        "Keep it a tensor: x * x.sum() in the place of x * x.sum().item(), "
+        "torch.sin in the place of math.sin."
+    ),
+    "dynamic shape": (
+        "Keep the shape and choose by the mask: torch.where(mask, x, 0.0).sum() in the place of "
+        "x[mask].sum()."
+    ),
+    "Cannot access data pointer of Tensor": (
+        "NumPy cannot see the values of a tensor inside of a transform: call PyTorch's function of "
+        "that name, or NumPy's outside of the transform."
+    ),
+    "as an abstract array": (
+        "If a function of JAX's was called with a torch tensor: bridge.from_jax(f) makes a torch "
+        "function of it, and bridge.to_jax(x) an array of a tensor outside of transforms."
+    ),
+    "must be Tensor, not DynamicJaxprTracer": (
+        "bridge.from_jax takes functions of jax.Arrays; call a function of torch tensors as it is."
+    ),
+}
 
 
 def advice(error: BaseException) -> list[str]:
@@ -96,15 +134,18 @@ def advice(error: BaseException) -> list[str]:
 
 
 def for_user(error: BaseException) -> None:
-    """Prepare an error that leaves a public function: a note says what to do where the words of others do not, and tracebacks are short.
+    """Prepare an error that leaves a public function: a note says what to do where the words of
+    others do not, and tracebacks are short.
 
-    The frames of this library, and of what it has called, go from the tracebacks of the error and of its causes. What is left are those of
-    the user's code and of what that calls: the last line is the user's. A bare ``raise`` after this adds no frame. With
-    TORCHFUNC_JAX_TRACEBACK=full in the environment all frames stay.
+    The frames of this library, and of what it has called, go from the tracebacks of the error and
+    of its causes. What is left are those of the user's code and of what that calls: the last line
+    is the user's. A bare ``raise`` after this adds no frame. With TORCHFUNC_JAX_TRACEBACK=full in
+    the environment all frames stay.
     """
     if type(error).__module__ != __name__:  # our own errors say it themselves
         text = str(error)
-        if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("bridge."):  # to the user it is a Tensor
+        # to the user it is a Tensor
+        if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("bridge."):
             error.args = (text.replace(f"'{type(error.obj).__name__}' object", "'Tensor' object"),)
         for advised in advice(error):
             if advised not in getattr(error, "__notes__", ()):
@@ -116,7 +157,9 @@ def for_user(error: BaseException) -> None:
     while following is not None and id(following) not in met:
         met.add(id(following))
         following.__traceback__ = _without_ours(following.__traceback__)
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+        following = following.__cause__ or (
+            None if following.__suppress_context__ else following.__context__
+        )
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
@@ -135,11 +178,15 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _is_called_by_us(filename: str) -> bool:
-    """Whether a file is of torch, JAX or the standard library; not torch.nn's modules and functions, which are the user's to call."""
+    """Whether a file is of torch, JAX or the standard library; not torch.nn's modules and
+    functions, which are the user's to call.
+    """
     if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
         return True
     part = filename.removeprefix(_TORCH).replace(os.sep, "/")
-    return filename.startswith(("<frozen", _JAX, _TORCH)) and not part.startswith(("nn/modules/", "nn/functional.py"))
+    return filename.startswith(("<frozen", _JAX, _TORCH)) and not part.startswith(
+        ("nn/modules/", "nn/functional.py")
+    )
 
 
 def public(func: _Function) -> _Function:
@@ -157,36 +204,52 @@ def public(func: _Function) -> _Function:
 
 
 def public_methods(cls: _Class) -> _Class:
-    """Decorator of a class that users make objects of: errors of its constructor, its ``[i]`` and its methods go through ``for_user``."""
+    """Decorator of a class that users make objects of: errors of its constructor, its ``[i]`` and
+    its methods go through ``for_user``.
+    """
     for name, attribute in list(vars(cls).items()):
-        if isinstance(attribute, types.FunctionType) and (name in ("__init__", "__getitem__") or not name.startswith("_")):
+        if isinstance(attribute, types.FunctionType) and (
+            name in ("__init__", "__getitem__") or not name.startswith("_")
+        ):
             setattr(cls, name, public(attribute))
         elif isinstance(attribute, classmethod) and not name.startswith("_"):
             setattr(cls, name, classmethod(public(attribute.__func__)))
     return cls
 
 
-#: Ends the message of an error in a program that calls from several lines run; ``at_this_line`` puts the line there.
+#: Ends the message of an error in a program that calls from several lines run; ``at_this_line``
+#: puts the line there.
 HERE = " (at this call)"
 
 
 def at_this_line(error: Exception) -> Exception:
     """The error with the line of the user's that calls now."""
     text = error.args[0] if error.args else None
-    return type(error)(text.removesuffix(HERE) + at_line()) if isinstance(text, str) and text.endswith(HERE) else error
+    return (
+        type(error)(text.removesuffix(HERE) + at_line())
+        if isinstance(text, str) and text.endswith(HERE)
+        else error
+    )
 
 
 @contextlib.contextmanager
 def rewording() -> Iterator[None]:
-    """While entered, JAX's errors about the backward pass of a while loop, and of what is not linear, are raised in torch's terms."""
+    """While entered, JAX's errors about the backward pass of a while loop, and of what is not
+    linear, are raised in torch's terms.
+    """
     try:
         yield
     except ValueError as error:
-        if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
+        if not str(error).startswith(
+            "Reverse-mode differentiation does not work for lax.while_loop"
+        ):
             raise
         raise RuntimeError(
-            "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, backward) where the number of its steps is "
-            "unknown, as under jit and vmap; use torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd)"
+            (
+                "while_loop: it has no reverse-mode derivative (grad, vjp, jacrev, hessian, "
+                "backward) where the number of its steps is unknown, as under jit and vmap; use "
+                "torch's scan with a fixed number of steps, or forward mode (jvp, jacfwd)"
+            )
             + at_line()
         ) from error.__cause__
     except (AssertionError, NotImplementedError) as error:
@@ -194,8 +257,12 @@ def rewording() -> Iterator[None]:
         if "Accum" not in str(error) and not str(error).startswith("Transpose rule"):
             raise
         raise RuntimeError(
-            "jvp: a rule for forward mode, such as the jvp of an autograd.Function, is not linear in its tangents, so that its "
-            "backward pass is not defined; expected sums of tangents, each times what does not depend on them" + at_line()
+            (
+                "jvp: a rule for forward mode, such as the jvp of an autograd.Function, is not "
+                "linear in its tangents, so that its backward pass is not defined; expected sums "
+                "of tangents, each times what does not depend on them"
+            )
+            + at_line()
         ) from error.__cause__
 
 
@@ -203,20 +270,24 @@ _DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3), "dot": (1, 1)}
 
 
 def escaped(level: Any = None) -> EscapedTensorError:
-    """The error for a tensor of a transform that has returned; level: the transform's, if it is known."""
+    """The error for a tensor of a transform that has returned; level: the transform's, if it is
+    known.
+    """
     said = "it was made"
     while level is not None:
         if level.kind == "vmap":
             said = "your tensor may have escaped from inside a function being vmapped: it was made"
         level = level.parent
     return EscapedTensorError(
-        f"tensor: {said} inside a transform that has returned and holds no values any more; return it from the transformed function "
-        f"instead of keeping it elsewhere{at_line()}"
+        f"tensor: {said} inside a transform that has returned and holds no values any more; return "
+        f"it from the transformed function instead of keeping it elsewhere{at_line()}"
     )
 
 
 def in_words_of_vmap(name: str, args: Sequence[Any], error: Exception) -> Exception:
-    """The error of a function of that name inside a vmap; torch.func.vmap has its own for products of tensors of wrong dimensions."""
+    """The error of a function of that name inside a vmap; torch.func.vmap has its own for products
+    of tensors of wrong dimensions.
+    """
     wanted = _DIMENSIONS.get(name)
     given = tuple([getattr(x, "ndim", None) for x in args])
     if wanted is None or given == wanted or len(given) != 2:
@@ -224,8 +295,8 @@ def in_words_of_vmap(name: str, args: Sequence[Any], error: Exception) -> Except
     if name == "dot":
         return RuntimeError("Got wrong shapes for dot")
     return RuntimeError(
-        f"Shape mismatch: Got incorrect dims for {name}(a, b). a has dim {given[0]}and b has dim {given[1]}but expected them to have dim "
-        f"{wanted[0]} and dim {wanted[1]}"
+        f"Shape mismatch: Got incorrect dims for {name}(a, b). a has dim {given[0]}and b has dim "
+        f"{given[1]}but expected them to have dim {wanted[0]} and dim {wanted[1]}"
     )
 
 
@@ -235,7 +306,10 @@ def is_no_jvp(error: TypeError) -> bool:
 
 
 def no_jvp(name: str, instead: str = "") -> NotImplementedError:
-    """The refusal of ``is_no_jvp`` in torch's words; name: the Function's name; instead: a sentence about what to do."""
+    """The refusal of ``is_no_jvp`` in torch's words; name: the Function's name; instead: a sentence
+    about what to do.
+    """
     return NotImplementedError(
-        f"{name}: You must implement the jvp function for custom autograd.Function to use it with forward mode AD.{instead}{at_line()}"
+        f"{name}: You must implement the jvp function for custom autograd.Function to use it with "
+        f"forward mode AD.{instead}{at_line()}"
     )

@@ -1,7 +1,9 @@
-"""Flax modules, linen and nnx, as torch modules: Flax's variables are parameters and buffers, and the call is one JAX function.
+"""Flax modules, linen and nnx, as torch modules: Flax's variables are parameters and buffers, and
+the call is one JAX function.
 
 Users import it from ``bridge.flax``.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,18 +22,27 @@ from bridge.convert import trees
 from bridge.jax_functions import from_jax
 
 Path = tuple[str, ...]
-_TRAINING, _EVALUATING = ("train", "training", "is_training"), ("deterministic", "use_running_average")
+_TRAINING, _EVALUATING = (
+    ("train", "training", "is_training"),
+    ("deterministic", "use_running_average"),
+)
 
 
 class Frozen(nnx.Variable):
-    """A parameter with ``requires_grad=False``; ``nnx.grad`` and ``nnx.Optimizer`` ignore it, as they take ``nnx.Param``."""
+    """A parameter with ``requires_grad=False``; ``nnx.grad`` and ``nnx.Optimizer`` ignore it, as
+    they take ``nnx.Param``.
+    """
 
 
 class _Part(nn.Module):
     """A submodule of the Flax module: its variables, and its own submodules."""
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={tuple(t.shape)}" for name, t in (self._parameters | self._buffers).items() if t is not None)
+        return ", ".join(
+            f"{name}={tuple(t.shape)}"
+            for name, t in (self._parameters | self._buffers).items()
+            if t is not None
+        )
 
 
 class _FromFlax(_Part):
@@ -42,7 +53,9 @@ class _FromFlax(_Part):
     """
 
     def _hold(self, variables: Iterable[tuple[Path, Any]]) -> None:
-        """Register the variables (path, value), whose kind is "params", "frozen", or another one, that of a buffer."""
+        """Register the variables (path, value), whose kind is "params", "frozen", or another one,
+        that of a buffer.
+        """
         self.names: dict[Path, str] = {}
         for path, value in variables:
             t = modules.as_tensor(value).clone()
@@ -63,7 +76,10 @@ class _FromFlax(_Part):
             self.names[path] = ".".join([*steps, name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
+        return {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
 
     def _values(self) -> dict[Path, jax.Array]:
         """Copies of the variables, by path."""
@@ -86,11 +102,17 @@ class _FromFlax(_Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = trees.flatten((args, kwargs))
-        call = (spec, tuple([None if is_array(x) else x for x in leaves]), tuple(map(is_array, leaves)))
+        call = (
+            spec,
+            tuple([None if is_array(x) else x for x in leaves]),
+            tuple(map(is_array, leaves)),
+        )
         state, buffers = self._tensors(), dict(self.named_buffers(remove_duplicate=False))
         # a buffer that is written afterwards may be needed by the backward, so the call gets a copy
         given = {name: t.detach().clone() if name in buffers else t for name, t in state.items()}
-        out, changed = self._run(given, [x for x in leaves if is_array(x)], call=call, training=self.training)
+        out, changed = self._run(
+            given, [x for x in leaves if is_array(x)], call=call, training=self.training
+        )
         with torch.no_grad():
             for name, value in changed.items():
                 state[name].copy_(value.detach())
@@ -98,14 +120,18 @@ class _FromFlax(_Part):
 
 
 def _free(owner: nn.Module, name: str, taken: Mapping[str, Any] | None = None) -> str:
-    """The name, or the name with underscores if torch's modules have another attribute of that name."""
+    """The name, or the name with underscores if torch's modules have another attribute of that
+    name.
+    """
     name = name.replace(".", "_") or "_"
     while hasattr(owner, name) and name not in (taken or ()):
         name += "_"
     return name
 
 
-def _changed(before: Mapping[str, jax.Array], after: Iterable[tuple[Path, Any]], names: Mapping[Path, str]) -> dict[str, jax.Array]:
+def _changed(
+    before: Mapping[str, jax.Array], after: Iterable[tuple[Path, Any]], names: Mapping[Path, str]
+) -> dict[str, jax.Array]:
     """The new values of the variables that a call has replaced, by their names in torch."""
     return {names[path]: v for path, v in after if path in names and v is not before[names[path]]}
 
@@ -113,14 +139,18 @@ def _changed(before: Mapping[str, jax.Array], after: Iterable[tuple[Path, Any]],
 class FromLinen(_FromFlax):
     """A ``flax.linen.Module`` with its variables as a ``torch.nn.Module``.
 
-    The collection "params" are Parameters, "frozen" Parameters with ``requires_grad=False``, all other collections buffers; their names
-    are Flax's with dots, such as "Dense_0.kernel". The values and their layouts are Flax's: inputs have their channels last. Everything
-    that torch does with modules works: ``state_dict``, ``torch.optim``, ``torch.func.functional_call``, the transforms and ``jit`` of this
-    library. The call itself is ``bridge.from_jax`` of ``module.apply``, so what it says about dtypes and devices holds.
+    The collection "params" are Parameters, "frozen" Parameters with ``requires_grad=False``, all
+    other collections buffers; their names are Flax's with dots, such as "Dense_0.kernel". The
+    values and their layouts are Flax's: inputs have their channels last. Everything that torch does
+    with modules works: ``state_dict``, ``torch.optim``, ``torch.func.functional_call``, the
+    transforms and ``jit`` of this library. The call itself is ``bridge.from_jax`` of
+    ``module.apply``, so what it says about dtypes and devices holds.
 
-    ``train()`` and ``eval()`` set those of the arguments ``train``, ``training``, ``is_training``, ``deterministic`` and
-    ``use_running_average`` that the method has, unless the caller passes them or the module has them as attributes. In training mode the
-    collections that are buffers are mutable, and the buffers have their new values after the call. Flax's keys come from torch's generator.
+    ``train()`` and ``eval()`` set those of the arguments ``train``, ``training``, ``is_training``,
+    ``deterministic`` and ``use_running_average`` that the method has, unless the caller passes them
+    or the module has them as attributes. In training mode the collections that are buffers are
+    mutable, and the buffers have their new values after the call. Flax's keys come from torch's
+    generator.
 
     Args:
         module: any linen module; a bound one is not needed.
@@ -130,11 +160,13 @@ class FromLinen(_FromFlax):
         method: the name of the method that is called.
 
     Returns:
-        torch.Tensors in the trees that the module returns, from ``forward``, which takes the arguments of the method. Arguments that are no
+        torch.Tensors in the trees that the module returns, from ``forward``, which takes the
+            arguments of the method. Arguments that are no
         tensors or arrays are static.
 
     Raises:
-        TypeError: module is no linen module, or variables are no dict of collections; (by the call) a static argument is not hashable.
+        TypeError: module is no linen module, or variables are no dict of collections; (by the call)
+            a static argument is not hashable.
         flax.errors.FlaxError: (by the call) variables are missing or do not fit.
 
     Source: https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/module.html
@@ -153,41 +185,85 @@ class FromLinen(_FromFlax):
     """
 
     def __init__(
-        self, module: linen.Module, variables: Mapping[str, Any], *, rngs: Sequence[str] = ("dropout",), mutable: Sequence[str] = (),
+        self,
+        module: linen.Module,
+        variables: Mapping[str, Any],
+        *,
+        rngs: Sequence[str] = ("dropout",),
+        mutable: Sequence[str] = (),
         method: str = "__call__",
     ) -> None:
         super().__init__()
         if not isinstance(module, linen.Module):
-            raise TypeError(f"module: expected a flax.linen.Module, got {type(module)}; FromNNX takes nnx modules")
-        if not isinstance(variables, Mapping) or not all(isinstance(v, Mapping) for v in variables.values()):
-            raise TypeError(f"variables: expected a dict of collections, as module.init returns it, got {type(variables)}")
-        self.module, self.rngs, self.mutable, self.method = module, tuple(rngs), tuple(mutable), method
+            raise TypeError(
+                f"module: expected a flax.linen.Module, got {type(module)}; "
+                "FromNNX takes nnx modules"
+            )
+        if not isinstance(variables, Mapping) or not all(
+            isinstance(v, Mapping) for v in variables.values()
+        ):
+            raise TypeError(
+                "variables: expected a dict of collections, as module.init returns it, got "
+                f"{type(variables)}"
+            )
+        self.module, self.rngs, self.mutable, self.method = (
+            module,
+            tuple(rngs),
+            tuple(mutable),
+            method,
+        )
         self.collections = tuple(variables)
         self._hold((tuple(map(str, path)), value) for path, value in _flat(variables))
         self._start()
 
     def _function(self) -> Callable[..., Any]:
-        module, names, method, streams, mutable = self.module, dict(self.names), self.method, self.rngs, self.mutable
+        module, names, method, streams, mutable = (
+            self.module,
+            dict(self.names),
+            self.method,
+            self.rngs,
+            self.mutable,
+        )
         kept = tuple(c for c in self.collections if c not in ("params", "frozen"))
         called = inspect.signature(getattr(type(module), method))
 
-        def run(state: dict[str, jax.Array], given: list[jax.Array], *, call: Any, training: bool, key: jax.Array) -> Any:
+        def run(
+            state: dict[str, jax.Array],
+            given: list[jax.Array],
+            *,
+            call: Any,
+            training: bool,
+            key: jax.Array,
+        ) -> Any:
             args, kwargs = put_together(given, call)
             passed = called.bind_partial(module, *args, **kwargs).arguments
             modes = dict.fromkeys(_TRAINING, training) | dict.fromkeys(_EVALUATING, not training)
-            free = [m for m in modes if m in called.parameters and m not in passed and getattr(module, m, None) is None]
+            free = [
+                m
+                for m in modes
+                if m in called.parameters and m not in passed and getattr(module, m, None) is None
+            ]
             keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(streams)}
             changing = [c for c in kept if training or c in mutable]
-            variables = traverse_util.unflatten_dict({path: state[name] for path, name in names.items()})
+            variables = traverse_util.unflatten_dict(
+                {path: state[name] for path, name in names.items()}
+            )
             out, after = module.apply(
-                variables, *args, rngs=keys, mutable=changing, method=method, **kwargs, **{m: modes[m] for m in free}
+                variables,
+                *args,
+                rngs=keys,
+                mutable=changing,
+                method=method,
+                **kwargs,
+                **{m: modes[m] for m in free},
             )
             return out, _changed(state, _flat(after), names)
 
         return run
 
     def variables(self) -> dict[str, Any]:
-        """Copies of the variables as Flax has them, for ``module.apply``, optax or a checkpoint of Flax's.
+        """Copies of the variables as Flax has them, for ``module.apply``, optax or a checkpoint of
+        Flax's.
 
         Returns:
             dict: {"params": ..., "batch_stats": ...} of jax.Arrays, as they were given.
@@ -196,7 +272,9 @@ class FromLinen(_FromFlax):
 
 
 def _flat(variables: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
-    return traverse_util.flatten_dict({kind: dict(linen.unbox(collection)) for kind, collection in variables.items()}).items()
+    return traverse_util.flatten_dict(
+        {kind: dict(linen.unbox(collection)) for kind, collection in variables.items()}
+    ).items()
 
 
 @dataclasses.dataclass
@@ -205,7 +283,8 @@ class _Structure:
 
     Attributes:
         draws: by path, the variables of the random streams.
-        others: by the path of any other variable: the path with its kind, as in ``names``, and the variable without its value.
+        others: by the path of any other variable: the path with its kind, as in ``names``, and the
+            variable without its value.
     """
 
     graph: Any
@@ -219,17 +298,20 @@ class _Structure:
 class FromNNX(_FromFlax):
     """A ``flax.nnx.Module`` as a ``torch.nn.Module``.
 
-    ``nnx.Param`` variables are Parameters, ``bridge.flax.Frozen`` ones Parameters with ``requires_grad=False``, all others (batch
-    statistics, caches) are buffers; their names are the paths in the module with dots, such as "layers.0.kernel". The rest is as in
-    ``FromLinen``, but ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it. Keys of dropout come
-    from torch's generator, and not from the module's rngs. Buffers that a call changes are changed in eval mode too.
+    ``nnx.Param`` variables are Parameters, ``bridge.flax.Frozen`` ones Parameters with
+    ``requires_grad=False``, all others (batch statistics, caches) are buffers; their names are the
+    paths in the module with dots, such as "layers.0.kernel". The rest is as in ``FromLinen``, but
+    ``train()`` and ``eval()`` are those of nnx, and a module that is in eval mode starts in it.
+    Keys of dropout come from torch's generator, and not from the module's rngs. Buffers that a call
+    changes are changed in eval mode too.
 
     Args:
         module: any nnx module; it is copied.
         method: the name of the method that is called.
 
     Returns:
-        torch.Tensors in the trees that the module returns, from ``forward``. Arguments that are no tensors or arrays are static.
+        torch.Tensors in the trees that the module returns, from ``forward``. Arguments that are no
+            tensors or arrays are static.
 
     Raises:
         TypeError: module is no nnx module; (by the call) a static argument is not hashable.
@@ -240,7 +322,11 @@ class FromNNX(_FromFlax):
         >>> import torch
         >>> from flax import nnx
         >>> from bridge.flax import FromNNX
-        >>> model = FromNNX(nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1))))
+        >>> model = FromNNX(
+        ...     nnx.Sequential(
+        ...         nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+        ...     )
+        ... )
         >>> list(model.state_dict())
         ['layers.0.bias', 'layers.0.kernel', 'layers.2.bias', 'layers.2.kernel']
         >>> model(torch.ones(5, 3)).shape
@@ -250,7 +336,10 @@ class FromNNX(_FromFlax):
     def __init__(self, module: nnx.Module, *, method: str = "__call__") -> None:
         super().__init__()
         if not isinstance(module, nnx.Module):
-            raise TypeError(f"module: expected a flax.nnx.Module, got {type(module)}; FromLinen takes linen modules")
+            raise TypeError(
+                f"module: expected a flax.nnx.Module, got {type(module)}; "
+                "FromLinen takes linen modules"
+            )
         graph, state = nnx.split(module)
         self.method, self.structure, held = method, _Structure(graph, {}, {}), []
         for path, variable in nnx.to_flat_state(state):
@@ -261,33 +350,66 @@ class FromNNX(_FromFlax):
             kind = "frozen" if frozen else "params" if param else type(variable).__name__
             value = variable.get_value()
             place = (kind, *map(str, path))
-            self.structure.others[path] = place, variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
+            self.structure.others[path] = (
+                place,
+                variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype)),
+            )
             held.append((place, value))
         self._hold(held)
         still = ("deterministic", "use_running_average")
-        self.train(not any(getattr(node, name, None) is True for _, node in nnx.iter_modules(module) for name in still))
+        self.train(
+            not any(
+                getattr(node, name, None) is True
+                for _, node in nnx.iter_modules(module)
+                for name in still
+            )
+        )
         self._start()
 
     def _function(self) -> Callable[..., Any]:
         names, method = dict(self.names), self.method
         graph, draws, others = self.structure.graph, self.structure.draws, self.structure.others
 
-        def run(state: dict[str, jax.Array], given: list[jax.Array], *, call: Any, training: bool, key: jax.Array) -> Any:
+        def run(
+            state: dict[str, jax.Array],
+            given: list[jax.Array],
+            *,
+            call: Any,
+            training: bool,
+            key: jax.Array,
+        ) -> Any:
             args, kwargs = put_together(given, call)
             values = {path: (v, state[names[place]]) for path, (place, v) in others.items()}
-            model = _merged(graph, values, {path: (v, _drawn(v, jax.random.fold_in(key, i))) for i, (path, v) in enumerate(draws.items())})
+            model = _merged(
+                graph,
+                values,
+                {
+                    path: (v, _drawn(v, jax.random.fold_in(key, i)))
+                    for i, (path, v) in enumerate(draws.items())
+                },
+            )
             model.train() if training else model.eval()
             out = getattr(model, method)(*args, **kwargs)
-            after = [(others[path][0], v.get_value()) for path, v in nnx.to_flat_state(nnx.state(model)) if path in others]
+            after = [
+                (others[path][0], v.get_value())
+                for path, v in nnx.to_flat_state(nnx.state(model))
+                if path in others
+            ]
             return out, _changed(state, after, names)
 
         return run
 
     def save_to(self, module: nnx.Module | None = None) -> nnx.Module:
-        """Write copies of the values into a Flax module of the same structure, by default a new one, and return it."""
+        """Write copies of the values into a Flax module of the same structure, by default a new
+        one, and return it.
+        """
         found = self._values()
         values = {path: (v, found[place]) for path, (place, v) in self.structure.others.items()}
-        made = _merged(self.structure.graph, values, {path: (v, v.get_value()) for path, v in self.structure.draws.items()})
+        made = _merged(
+            self.structure.graph,
+            values,
+            {path: (v, v.get_value()) for path, v in self.structure.draws.items()},
+        )
         if module is None:
             return made
         nnx.update(module, nnx.state(made, nnx.Not(nnx.RngState)))

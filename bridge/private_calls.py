@@ -1,7 +1,9 @@
-"""Calls of PyTorch's functions that come to ours while a trace or a record is open, by names that PyTorch does not document.
+"""Calls of PyTorch's functions that come to ours while a trace or a record is open, by names that
+PyTorch does not document.
 
 ``private`` has the other uses of such names.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,14 +21,16 @@ import torch
 from bridge import private, private_meta
 
 
-# A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it (``square = Square.apply``), which are
-# methods in C from torch 2.14 on.  In every version the C code of apply gets the attribute ``_backward_cls`` of the class and then, with
-# grad mode and forward-mode AD switched off, ``forward``.  Both lookups go through the metaclass, which answers them while a trace is
-# open.
+# A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it
+# (``square = Square.apply``), which are methods in C from torch 2.14 on. In every version the C
+# code of apply gets the attribute ``_backward_cls`` of the class and then, with grad mode and
+# forward-mode AD switched off, ``forward``. Both lookups go through the metaclass, which answers
+# them while a trace is open.
 class _Applied(threading.local):
     """The last call of apply in this thread."""
 
-    by: tuple[Any, bool, bool] | None = None  # the class, and grad mode and forward-mode AD around the call
+    # the class, and grad mode and forward-mode AD around the call
+    by: tuple[Any, bool, bool] | None = None
     silent: Any = None  # the class whose setup_context is not to be run
 
 
@@ -35,10 +39,12 @@ _function_meta = type(torch.autograd.Function)
 
 
 def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
-    """While a handler is set, a Function that is applied runs the handler's result instead of its forward; None removes the handler.
+    """While a handler is set, a Function that is applied runs the handler's result instead of its
+    forward; None removes the handler.
 
-    handler takes the Function, and whether grad mode and forward-mode AD were on around the call.  It returns a callable that takes the
-    arguments of the Function's forward, or None for the forward itself.
+    handler takes the Function, and whether grad mode and forward-mode AD were on around the call.
+    It returns a callable that takes the arguments of the Function's forward, or None for the
+    forward itself.
     """
     if handler is None:
         if "__getattribute__" in vars(_function_meta):
@@ -48,7 +54,12 @@ def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
     def answer(cls: Any, name: str) -> Any:
         if name == "_backward_cls":
             _applied.by = (cls, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())
-        elif name == "forward" and _applied.by is not None and _applied.by[0] is cls and not torch.is_grad_enabled():
+        elif (
+            name == "forward"
+            and _applied.by is not None
+            and _applied.by[0] is cls
+            and not torch.is_grad_enabled()
+        ):
             by, _applied.by = _applied.by, None
             found = handler(*by)
             if found is not None:
@@ -62,12 +73,15 @@ def answer_apply(handler: Callable[[Any, bool, bool], Any] | None) -> None:
 
 
 def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
-    """Skip the Function's own setup_context after a forward that ``answer_apply`` replaced; that forward calls this at its end."""
+    """Skip the Function's own setup_context after a forward that ``answer_apply`` replaced; that
+    forward calls this at its end.
+    """
     _applied.silent = cls
 
 
-# TorchScript's functions and methods are C++ objects that call C++ operators; their classes are the one place to see their calls, because
-# they ask for the __torch_function__ of their own arguments alone.
+# TorchScript's functions and methods are C++ objects that call C++ operators; their classes are the
+# one place to see their calls, because they ask for the __torch_function__ of their own arguments
+# alone.
 @functools.cache
 def _scripts() -> dict[type, Any]:
     """By a class of TorchScript's: its own call."""
@@ -76,7 +90,9 @@ def _scripts() -> dict[type, Any]:
 
 
 def answer_scripts(handler: Callable[..., Any] | None) -> None:
-    """While a handler is set, a call of a TorchScript function or method calls it, with the callee first; None removes the handler."""
+    """While a handler is set, a call of a TorchScript function or method calls it, with the callee
+    first; None removes the handler.
+    """
     for kind, own in _scripts().items():
         kind.__call__ = own if handler is None else handler  # type: ignore[method-assign]
 
@@ -87,38 +103,55 @@ def script_itself(callee: Any) -> Callable[..., Any]:
 
 
 def script_of_graph(callee: Any) -> Any:
-    """A new TorchScript function with the operators of this one, and of what it calls; that of a method takes its module first."""
+    """A new TorchScript function with the operators of this one, and of what it calls; that of a
+    method takes its module first.
+    """
     return torch._C._create_function_from_graph(callee.name, callee.inlined_graph.copy())
 
 
-def script_arguments(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The arguments of a TorchScript function, or of a method with its module first, by position; None if TorchScript refuses them."""
+def script_arguments(
+    callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """The arguments of a TorchScript function, or of a method with its module first, by position;
+    None if TorchScript refuses them.
+    """
     if hasattr(callee, "owner"):
         args = (callee.owner, *args)
     rest = callee.schema.arguments[len(args) :]
-    if len(args) > len(callee.schema.arguments) or not {a.name for a in rest if not a.has_default_value()} <= set(kwargs):
+    if len(args) > len(callee.schema.arguments) or not {
+        a.name for a in rest if not a.has_default_value()
+    } <= set(kwargs):
         return None
-    return (*args, *[kwargs.get(a.name, a.default_value) for a in rest]) if set(kwargs) <= {a.name for a in rest} else None
+    return (
+        (*args, *[kwargs.get(a.name, a.default_value) for a in rest])
+        if set(kwargs) <= {a.name for a in rest}
+        else None
+    )
 
 
-# A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.  They are Python functions, and callers
-# hold references to them (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough.  The function objects
-# get other code while any thread has a trace open; in the other threads that code calls the original.
+# A subclass of Tensor cannot override torch.utils.checkpoint and the control-flow functions either.
+# They are Python functions, and callers hold references to them
+# (``from torch.utils.checkpoint import checkpoint``), so replacing attributes is not enough. The
+# function objects get other code while any thread has a trace open; in the other threads that code
+# calls the original.
 def _shim(function: types.FunctionType, name: str) -> types.CodeType:
     """Code that can replace the function's own, and calls our function of that name."""
     space: dict[str, Any] = {}
-    # Code that names its target can only be made from text; the user's line in an error is looked for outside this file.  The code
-    # reads the same free variables, because reading the locals of a frame whose cells were never filled crashes.
+    # Code that names its target can only be made from text; the user's line in an error is looked
+    # for outside this file. The code reads the same free variables, because reading the locals of a
+    # frame whose cells were never filled crashes.
     free = function.__code__.co_freevars
     text = (
-        f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: {', '.join(free) or '...'}\n"
-        f"        from {__name__} import IN_TRACES\n        return IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
+        f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: "
+        f"{', '.join(free) or '...'}\n        from {__name__} import IN_TRACES\n        return "
+        f"IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
     )
     exec(compile(text, __file__, "exec"), space)
     return space["around"](*free).__code__
 
 
-#: Name in ``_REDIRECTED`` -> our function; a file that has such functions puts them here when it is imported.
+#: Name in ``_REDIRECTED`` -> our function; a file that has such functions puts them here when it is
+#: imported.
 IN_TRACES: dict[str, Callable[..., Any]] = {}
 
 #: Functions of torch's that are redirected to ours: name -> (module, name in the module).
@@ -150,7 +183,8 @@ _REDIRECTED = {
     "swap_tensors": ("torch.utils", "swap_tensors"),
     "register_parameter": ("torch.nn.modules.module", "Module.register_parameter"),
 }
-#: Those of torch.compile's own module, whose import takes long; who has compiled a function has imported it.
+#: Those of torch.compile's own module, whose import takes long; who has compiled a function has
+#: imported it.
 _DYNAMO = "torch._dynamo.eval_frame"
 _REDIRECTED_IN_DYNAMO = {"compiler_of_frames": (_DYNAMO, "_callback_from_stance")}
 
@@ -162,25 +196,36 @@ def _imported() -> bool:
 
 @functools.cache
 def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, types.CodeType]]:
-    """By name: torch's function, a copy of it that keeps its own code, and the code that calls ours."""
+    """By name: torch's function, a copy of it that keeps its own code, and the code that calls
+    ours.
+    """
     found = dict(_redirects(False)) if with_dynamo else {}
-    for name, (module, attribute) in (_REDIRECTED_IN_DYNAMO if with_dynamo else _REDIRECTED).items():
+    for name, (module, attribute) in (
+        _REDIRECTED_IN_DYNAMO if with_dynamo else _REDIRECTED
+    ).items():
         try:
             with private_meta.of_plain_sizes():  # in torch 2.14, that of flex_attention needs sympy
                 function = operator.attrgetter(attribute)(importlib.import_module(module))
         except (ImportError, AttributeError):  # this version of PyTorch does not have the function
             continue
         if isinstance(function, types.FunctionType):
-            found[name] = function, private.copied(function, function.__globals__), _shim(function, name)
+            found[name] = (
+                function,
+                private.copied(function, function.__globals__),
+                _shim(function, name),
+            )
     return found
 
 
 def outside_of_traces(name: str) -> bool:
-    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of them; whether it is in a trace now."""
+    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of
+    them; whether it is in a trace now.
+    """
     return any(asked(name) for asked in asked_outside)
 
 
-#: A recorder puts a function here that may open a trace, in which the intercepted function of that name is called again, or raise.
+#: A recorder puts a function here that may open a trace, in which the intercepted function of that
+#: name is called again, or raise.
 asked_outside: list[Callable[[str], bool]] = []
 
 
@@ -190,14 +235,18 @@ def original(name: str) -> Callable[..., Any]:
 
 
 def intercept(apply: Callable[..., Any] | None, scripts: Callable[..., Any] | None) -> None:
-    """Redirect torch's functions and set the handlers of ``answer_apply`` and ``answer_scripts``; with None, undo all of it."""
+    """Redirect torch's functions and set the handlers of ``answer_apply`` and ``answer_scripts``;
+    with None, undo all of it.
+    """
     redirect(apply is not None)
     answer_apply(apply)
     answer_scripts(scripts)
 
 
 def redirect(on: bool) -> None:
-    """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all are restored."""
+    """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all
+    are restored.
+    """
     redirects = _redirects(_imported()).values()
     try:
         for function, own, shim in redirects:
@@ -209,26 +258,35 @@ def redirect(on: bool) -> None:
 
 
 def compile_in_trace(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch.compile where a trace is open; its own module, which that may import, is redirected from then on."""
+    """Call torch.compile where a trace is open; its own module, which that may import, is
+    redirected from then on.
+    """
     importlib.import_module(_DYNAMO)
     redirect(True)
     return compile(*args, **kwargs)
 
 
 def count_no_compiled_frames() -> None:
-    """Stop the count of compiled frames, of which a function that is compiled with ``fullgraph=True`` demands one."""
+    """Stop the count of compiled frames, of which a function that is compiled with
+    ``fullgraph=True`` demands one.
+    """
     with contextlib.suppress(AttributeError):  # older versions do not count
         sys.modules[_DYNAMO].set_fullgraph_compiled_frame_count(-1)
 
 
 def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's flex_attention with another function instead of its higher-order operator, called without torch.compile.
+    """torch's flex_attention with another function instead of its higher-order operator, called
+    without torch.compile.
 
-    Its checks of arguments and the code that makes its outputs are not functions of their own, so its code runs with other globals.
+    Its checks of arguments and the code that makes its outputs are not functions of their own, so
+    its code runs with other globals.
     """
     function: Any = original("flex_attention")
     space = {
-        **function.__globals__, "flex_attention_hop": operator, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # no torch.compile
+        # no torch.compile
+        **function.__globals__,
+        "flex_attention_hop": operator,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
         "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
         "setup_compilation_env": contextlib.nullcontext,
     }

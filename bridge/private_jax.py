@@ -1,7 +1,10 @@
-"""Uses of names that JAX does not document; no other file uses such names, so only this one breaks if they move.
+"""Uses of names that JAX does not document; no other file uses such names, so only this one breaks
+if they move.
 
-Where no other reason is given, JAX has no public way to do or to ask the same.  ``private`` has the same of PyTorch.
+Where no other reason is given, JAX has no public way to do or to ask the same. ``private`` has the
+same of PyTorch.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -16,22 +19,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-# By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series).  Only the function ``jet`` is documented; it
-# runs user code on tracers of its own, and refuses a primitive without a rule.
+# By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series). Only
+# the function ``jet`` is documented; it runs user code on tracers of its own, and refuses a
+# primitive without a rule.
 try:
     from jax.experimental.jet import jet_rules
-except ImportError:  # jax.experimental may drop it: then bridge/jit/taylor.py goes by first derivatives alone, which takes longer
+except ImportError:
+    # jax.experimental may drop it: then bridge/jit/taylor.py goes by first derivatives alone, which
+    # takes longer
     jet_rules = {}
 
 
 def _nested(value: Any) -> Iterator[Any]:
-    """A tracer, the tracer inside it, and so on: the batched value inside a tracer of vmap, the primal inside one that differentiates."""
+    """A tracer, the tracer inside it, and so on: the batched value inside a tracer of vmap, the
+    primal inside one that differentiates.
+    """
     while hasattr(value, "_trace"):
         yield value
         value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
 
 
-# The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones take ten times as long.
+# The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones
+# take ten times as long.
 @functools.cache
 def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     found: Any = sys.modules.get("jaxlib._jax")
@@ -42,26 +51,34 @@ def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def without_wrapper(executable: jax.stages.Compiled) -> Callable[..., Any]:
-    """What an executable that has been called before calls itself: a twelfth of a small program's time is the method around it."""
+    """What an executable that has been called before calls itself: a twelfth of a small program's
+    time is the method around it.
+    """
     return getattr(executable, "_call", None) or executable
 
 
-# What ``jax.device_put`` ends in, where there is one device to choose from: the checks of the public one take eight times as long.  DLPack
-# is as fast, but XLA's thread may free what a capsule holds; it waits for Python's lock, with which JAX may be waiting for that thread.
+# What ``jax.device_put`` ends in, where there is one device to choose from: the checks of the
+# public one take eight times as long. DLPack is as fast, but XLA's thread may free what a capsule
+# holds; it waits for Python's lock, with which JAX may be waiting for that thread.
 @functools.cache
 def takes_numpy() -> Callable[[Any], jax.Array] | None:
-    """A function that gives the array with the memory of a NumPy array, which begins where XLA's arrays do; None if JAX has none."""
+    """A function that gives the array with the memory of a NumPy array, which begins where XLA's
+    arrays do; None if JAX has none.
+    """
     put: Any = getattr(sys.modules.get("jaxlib._jax"), "batched_device_put", None)
     found = jax.local_devices()
     if put is None or len(found) > 1 or found[0].platform != "cpu":
         return None
     sharding = jax.sharding.SingleDeviceSharding(found[0])
     aval = functools.lru_cache(4096)(jax.core.ShapedArray)
-    return lambda values: put(aval(values.shape, values.dtype), sharding, [values], found, False, enable_x64=True)
+    return lambda values: put(
+        aval(values.shape, values.dtype), sharding, [values], found, False, enable_x64=True
+    )
 
 
 def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array | None:
-    """The array whose memory is in a DLPack capsule; None if this version of JAX has no such function.
+    """The array whose memory is in a DLPack capsule; None if this version of JAX has no such
+    function.
 
     Args:
         capsule: not used before; afterwards it is JAX's.
@@ -74,13 +91,19 @@ def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> ja
 
 
 def to_capsule(array: Any, stream: int) -> Any:
-    """A DLPack capsule with an array's memory; stream: another library's, which waits until the array is computed."""
+    """A DLPack capsule with an array's memory; stream: another library's, which waits until the
+    array is computed.
+    """
     functions = _dlpack()
-    return array.__dlpack__(stream=stream) if functions is None else functions[1](array, stream=stream)
+    return (
+        array.__dlpack__(stream=stream) if functions is None else functions[1](array, stream=stream)
+    )
 
 
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:
-    """The value without its derivative at one level of nesting, whose trace is ``probe``; JAX's stop_gradient cuts every level."""
+    """The value without its derivative at one level of nesting, whose trace is ``probe``; JAX's
+    stop_gradient cuts every level.
+    """
     inside = 0
     for tracer in _nested(value):
         if tracer._trace is probe:
@@ -94,20 +117,30 @@ def _cut(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def at_level(value: jax.Array, inside: int, rule: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """The value, with another value and tangent, by the rule, at the level that has this number of differentiated levels inside it."""
+def at_level(
+    value: jax.Array,
+    inside: int,
+    rule: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """The value, with another value and tangent, by the rule, at the level that has this number of
+    differentiated levels inside it.
+    """
     return value
 
 
 @at_level.defjvp
-def _at_level_jvp(inside: int, rule: Any, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _at_level_jvp(
+    inside: int, rule: Any, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     if inside:  # the tangent of an inner level has a derivative of its own at the level of the rule
         return at_level(primals[0], inside - 1, rule), at_level(tangents[0], inside - 1, rule)
     return rule(primals[0], tangents[0])
 
 
 def peeled(value: Any) -> Iterator[tuple[Any, int | None, Any]]:
-    """The outermost layer of a tracer of vmap, grad or jvp, if it is one: (its trace, vmap's dimension or None, the value inside)."""
+    """The outermost layer of a tracer of vmap, grad or jvp, if it is one: (its trace, vmap's
+    dimension or None, the value inside).
+    """
     if hasattr(value, "batch_dim"):
         yield value._trace, value.batch_dim, value.val
     elif hasattr(value, "primal"):
@@ -115,17 +148,25 @@ def peeled(value: Any) -> Iterator[tuple[Any, int | None, Any]]:
 
 
 def same_trace(one: Any, other: Any) -> bool:
-    """Whether two traces are the same one; vmap enters its own again, as another object with the same tag, for a function with rules."""
-    return one is other or (hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag)
+    """Whether two traces are the same one; vmap enters its own again, as another object with the
+    same tag, for a function with rules.
+    """
+    return one is other or (
+        hasattr(one, "axis_data") and hasattr(other, "axis_data") and one.tag is other.tag
+    )
 
 
 def differentiations(value: Any) -> int:
-    """The number of levels of nesting at which a value is a tracer of a transform that differentiates."""
+    """The number of levels of nesting at which a value is a tracer of a transform that
+    differentiates.
+    """
     return sum(hasattr(tracer, "primal") for tracer in _nested(value))
 
 
 def same_computation(one: Any, other: Any) -> bool:
-    """Whether two values that are being traced are results of the same primitives, with the same parameters, of the same values."""
+    """Whether two values that are being traced are results of the same primitives, with the same
+    parameters, of the same values.
+    """
     pairs, seen = [(one, other)], set()
     while pairs:
         a, b = pairs.pop()
@@ -148,7 +189,9 @@ def same_computation(one: Any, other: Any) -> bool:
 
 
 def _same_result(a: Any, b: Any) -> bool:
-    """Whether two tracers of a program are the same input, constant or result, of equations alike, whatever these are applied to."""
+    """Whether two tracers of a program are the same input, constant or result, of equations alike,
+    whatever these are applied to.
+    """
     ours, theirs = getattr(a, "parent", None), getattr(b, "parent", None)
     values = getattr(a, "val", None), getattr(b, "val", None)
     if ours is None or theirs is None or ours is theirs:
@@ -156,15 +199,23 @@ def _same_result(a: Any, b: Any) -> bool:
             return a.aval == b.aval and np.array_equal(values[0].val, values[1].val)
         return ours is theirs and values[0] is not None and values[0] is values[1]
     places = [[v is x for v in eqn.outvars] for eqn, x in ((ours, values[0]), (theirs, values[1]))]
-    if ours.primitive is not theirs.primitive or ours.effects or len(ours.in_tracers) != len(theirs.in_tracers) or places[0] != places[1]:
+    if (
+        ours.primitive is not theirs.primitive
+        or ours.effects
+        or len(ours.in_tracers) != len(theirs.in_tracers)
+        or places[0] != places[1]
+    ):
         return False
     return any(places[0]) and _same_params(ours.primitive, ours.params, theirs.params)
 
 
 def _same_params(primitive: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):  # the value depends on the function alone, not on its rules
+    # the value depends on the function alone, not on its rules
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         ours, theirs = {"call_jaxpr": ours["call_jaxpr"]}, {"call_jaxpr": theirs["call_jaxpr"]}
-    return ours.keys() == theirs.keys() and all(_same_param(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        _same_param(ours[name], theirs[name]) for name in ours
+    )
 
 
 def _same_param(a: Any, b: Any) -> bool:
@@ -190,10 +241,19 @@ def _same_jaxpr(a: Any, b: Any) -> bool:
     def every(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
         return len(xs) == len(ys) and all(map(same, xs, ys))
 
-    if a.effects or b.effects or len(a.eqns) != len(b.eqns) or not every([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
+    if (
+        a.effects
+        or b.effects
+        or len(a.eqns) != len(b.eqns)
+        or not every([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+    ):
         return False
     for x, y in zip(a.eqns, b.eqns, strict=True):
-        if x.primitive is not y.primitive or not every(x.invars, y.invars) or not every(x.outvars, y.outvars):
+        if (
+            x.primitive is not y.primitive
+            or not every(x.invars, y.invars)
+            or not every(x.outvars, y.outvars)
+        ):
             return False
         if not _same_params(x.primitive, x.params, y.params):
             return False
@@ -202,7 +262,9 @@ def _same_jaxpr(a: Any, b: Any) -> bool:
 
 def in_trace(trace: Any, *values: Any) -> bool:
     """Whether one of the values is a tracer of this trace, at any level of nesting."""
-    return trace is not None and any(tracer._trace is trace for value in values for tracer in _nested(value))
+    return trace is not None and any(
+        tracer._trace is trace for value in values for tracer in _nested(value)
+    )
 
 
 def trace_of(value: Any) -> Any:
@@ -216,9 +278,13 @@ def current_trace() -> Any:
 
 
 def only_transforms_inside(outermost: Any) -> bool:
-    """Whether nothing but vmaps and derivatives lies between a trace and the one in progress, as a loop or a checkpoint of JAX's does."""
+    """Whether nothing but vmaps and derivatives lies between a trace and the one in progress, as a
+    loop or a checkpoint of JAX's does.
+    """
     trace = current_trace()
-    while trace is not outermost and not isinstance(trace, jax._src.interpreters.partial_eval.DynamicJaxprTrace):
+    while trace is not outermost and not isinstance(
+        trace, jax._src.interpreters.partial_eval.DynamicJaxprTrace
+    ):
         trace = getattr(trace, "parent_trace", None)
         if trace is None:
             return False
@@ -226,12 +292,16 @@ def only_transforms_inside(outermost: Any) -> bool:
 
 
 def folds_constants() -> bool:
-    """Whether JAX now computes on constants at once, also while it traces (``jax.ensure_compile_time_eval``)."""
+    """Whether JAX now computes on constants at once, also while it traces
+    (``jax.ensure_compile_time_eval``).
+    """
     return jax._src.config.eager_constant_folding.value
 
 
 def bound_outside(operands: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
-    """The result of a primitive in the trace of its first operand, which is an outer one: JAX's ``bind`` takes the innermost one."""
+    """The result of a primitive in the trace of its first operand, which is an outer one: JAX's
+    ``bind`` takes the innermost one.
+    """
     return operands[0]._trace.process_primitive(primitive, operands, params)
 
 
@@ -241,12 +311,16 @@ def mapping(value: Any) -> set[Any]:
 
 
 def _maps(tracer: Any) -> bool:
-    """Whether a tracer is one of vmap and its value is mapped; JAX also has such tracers of values that the vmap does not map."""
+    """Whether a tracer is one of vmap and its value is mapped; JAX also has such tracers of values
+    that the vmap does not map.
+    """
     return getattr(tracer, "batch_dim", None) is not None
 
 
 def innermost_removed(value: Any, recurse: bool) -> Any:
-    """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse: inside the tracers of all levels."""
+    """The value inside a tracer of vmap, grad or jvp, the batched array or the primal; recurse:
+    inside the tracers of all levels.
+    """
     for _, dim, inside in peeled(value):
         value = inside if dim is None else jnp.moveaxis(inside, dim, 0)
         return innermost_removed(value, True) if recurse else value
@@ -254,19 +328,25 @@ def innermost_removed(value: Any, recurse: bool) -> Any:
 
 
 def mapped(values: Iterable[Any]) -> bool:
-    """Whether a vmap maps one of the values, also if a transform inside that vmap differentiates it."""
+    """Whether a vmap maps one of the values, also if a transform inside that vmap differentiates
+    it.
+    """
     return any(_maps(tracer) for value in values for tracer in _nested(value))
 
 
 class Lanes:
-    """The lanes of a vmap.  JAX has no public way to compute for a moment outside of a vmap that is in progress."""
+    """The lanes of a vmap. JAX has no public way to compute for a moment outside of a vmap that is
+    in progress.
+    """
 
     def __init__(self, trace: Any) -> None:
         self.trace, self.size = trace, trace.axis_data.size
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Lanes | None:
-        """Those of the innermost vmap that maps one of the values; None if there is none, or a transform inside it differentiates."""
+        """Those of the innermost vmap that maps one of the values; None if there is none, or a
+        transform inside it differentiates.
+        """
         trace: Any = current_trace()
         mapping = [v._trace for v in values if _maps(v)]
         while hasattr(trace, "axis_data"):  # vmap's
@@ -286,12 +366,19 @@ class Lanes:
 
     def apart(self, value: Any, dim: int | None) -> Any:
         """The value inside the vmap of what has a mapped dimension outside."""
-        return value if dim is None else jax._src.interpreters.batching.BatchTracer(self.trace, value, dim)
+        return (
+            value
+            if dim is None
+            else jax._src.interpreters.batching.BatchTracer(self.trace, value, dim)
+        )
 
 
-# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not enough, and which versions need this.
+# JAX takes compiler options only for an outermost jax.jit; bridge/compiling.py says why that is not
+# enough, and which versions need this.
 def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
-    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it compiles."""
+    """From now on JAX adds ``more(the backend's name)`` to the options of each program that it
+    compiles.
+    """
     compiler = jax._src.compiler
     original = compiler.get_compile_options
 
@@ -306,18 +393,28 @@ def add_compiler_options(more: Callable[[str], dict[str, str]]) -> None:
 
 
 def compiled_later(values: Iterable[Any]) -> bool:
-    """Whether any of the values is not computed yet, because JAX records the operations to compile them later (jit, grad)."""
+    """Whether any of the values is not computed yet, because JAX records the operations to compile
+    them later (jit, grad).
+    """
     return any(not hasattr(tracer, "batch_dim") for value in values for tracer in _nested(value))
 
 
 def staged(values: Iterable[Any]) -> bool:
-    """Whether JAX records the operations on any of the values, and computes none (jit), also inside of vmap and grad."""
-    return any(not hasattr(tracer, "batch_dim") and not hasattr(tracer, "primal") for value in values for tracer in _nested(value))
+    """Whether JAX records the operations on any of the values, and computes none (jit), also inside
+    of vmap and grad.
+    """
+    return any(
+        not hasattr(tracer, "batch_dim") and not hasattr(tracer, "primal")
+        for value in values
+        for tracer in _nested(value)
+    )
 
 
 def perturbed(values: Iterable[Any], level: Any) -> bool:
     """Whether one of the values has a derivative at that level."""
-    return level.probe is not None and any(tracer._trace is level.probe for v in values for tracer in _nested(v))
+    return level.probe is not None and any(
+        tracer._trace is level.probe for v in values for tracer in _nested(v)
+    )
 
 
 def has_started() -> bool:
@@ -326,31 +423,45 @@ def has_started() -> bool:
 
 
 def keep_threads() -> None:
-    """Never free, in a forked process, what has threads: its end would wait for the threads, which only the parent has.
+    """Never free, in a forked process, what has threads: its end would wait for the threads, which
+    only the parent has.
 
-    JAX has no function for the end of a forked process; Python frees what JAX's modules hold after all functions of ``atexit``.
+    JAX has no function for the end of a forked process; Python frees what JAX's modules hold after
+    all functions of ``atexit``.
     """
     mlir = sys.modules.get("jax._src.interpreters.mlir")
-    for owner in (getattr(mlir, "global_thread_pool", None), *getattr(jax._src.xla_bridge, "_backends", {}).values()):
+    for owner in (
+        getattr(mlir, "global_thread_pool", None),
+        *getattr(jax._src.xla_bridge, "_backends", {}).values(),
+    ):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def coordinator() -> Any:
-    """The client of jax.distributed's store and barriers, which take a time limit; None before ``jax.distributed.initialize``."""
+    """The client of jax.distributed's store and barriers, which take a time limit; None before
+    ``jax.distributed.initialize``.
+    """
     return jax._src.distributed.global_state.client
 
 
-def cluster(address: str | None, count: int | None, me: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
-    """The coordinator's address, the number of processes and this one's index where JAX knows the cluster (Cloud TPU, Slurm, Open MPI).
+def cluster(
+    address: str | None, count: int | None, me: int | None, timeout: float
+) -> tuple[str | None, int | None, int | None]:
+    """The coordinator's address, the number of processes and this one's index where JAX knows the
+    cluster (Cloud TPU, Slurm, Open MPI).
 
-    ``jax.distributed.initialize`` looks for them too, but keeps them, and who does not come can be named only with the address.
+    ``jax.distributed.initialize`` looks for them too, but keeps them, and who does not come can be
+    named only with the address.
     """
-    found = jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params(address, count, me, None, None, round(timeout))
+    found = jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        address, count, me, None, None, round(timeout)
+    )
     return found[:3]
 
 
 def scanned(eqn: Any) -> tuple[Any, int, int]:
-    """(the jaxpr of a scan's step, the number of operands that are the same in each step, the number of carried operands).
+    """(the jaxpr of a scan's step, the number of operands that are the same in each step, the
+    number of carried operands).
 
     JAX keeps these numbers in the trees of the operands from 0.12 on.
     """
@@ -372,17 +483,29 @@ def mapped_by_jax(tracer: Any = None) -> bool:
 
 
 def size_at(dim: Any, sizes: Mapping[str, int]) -> int:
-    """The value of a dimension of jax.export for these sizes of its symbols; JAX evaluates one only when it runs a program."""
+    """The value of a dimension of jax.export for these sizes of its symbols; JAX evaluates one only
+    when it runs a program.
+    """
     return dim if isinstance(dim, int) else int(dim._evaluate(dict(sizes)))
 
 
 def as_traced(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """While entered, what is traced comes from the lines that an equation of a jaxpr comes from, as in ``jax.core.eval_jaxpr``."""
+    """While entered, what is traced comes from the lines that an equation of a jaxpr comes from, as
+    in ``jax.core.eval_jaxpr``.
+    """
     info = jax._src.source_info_util
-    return info.user_context(eqn.source_info.traceback, name_stack=info.current_name_stack() + eqn.source_info.name_stack)
+    return info.user_context(
+        eqn.source_info.traceback, name_stack=info.current_name_stack() + eqn.source_info.name_stack
+    )
 
 
 def frames(eqn: Any) -> list[tuple[str, str, int]]:
-    """(file, function, line) of the Python frames in which an equation of a jaxpr was traced, the innermost first."""
+    """(file, function, line) of the Python frames in which an equation of a jaxpr was traced, the
+    innermost first.
+    """
     traceback = eqn.source_info.traceback
-    return [] if traceback is None else [(f.file_name, f.function_name, f.line_num) for f in traceback.frames]
+    return (
+        []
+        if traceback is None
+        else [(f.file_name, f.function_name, f.line_num) for f in traceback.frames]
+    )

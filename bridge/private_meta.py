@@ -1,7 +1,10 @@
-"""PyTorch's Python kernels for the device meta, by names that PyTorch does not document: they run without dynamo and sympy.
+"""PyTorch's Python kernels for the device meta, by names that PyTorch does not document: they run
+without dynamo and sympy.
 
-An import of dynamo takes two seconds, one of sympy half a second, and neither has a part in what a kernel computes of plain sizes.
+An import of dynamo takes two seconds, one of sympy half a second, and neither has a part in what a
+kernel computes of plain sizes.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,12 +26,19 @@ from bridge.private import opaque
 def meta_without_dynamo() -> None:
     """Let the kernels run without an import of dynamo.
 
-    PyTorch keeps torch.compile out of them with a wrapper that imports dynamo at its first call, to make what it calls from then on;
-    that stands in an attribute of the function inside, which has the marks of ``opaque`` instead.
+    PyTorch keeps torch.compile out of them with a wrapper that imports dynamo at its first call, to
+    make what it calls from then on; that stands in an attribute of the function inside, which has
+    the marks of ``opaque`` instead.
     """
-    with contextlib.suppress(AttributeError, ValueError):  # a version without these names imports dynamo
+    # a version without these names imports dynamo
+    with contextlib.suppress(AttributeError, ValueError):
         wrapper = torch._disable_dynamo(lambda: None).__code__
-        left = [*vars(torch._refs).values(), *itertools.chain(*[t.values() for t in torch._decomp.global_decomposition_table.values()])]
+        left = [
+            *vars(torch._refs).values(),
+            *itertools.chain(
+                *[t.values() for t in torch._decomp.global_decomposition_table.values()]
+            ),
+        ]
         seen: set[int] = set()
         while left:
             function = left.pop()
@@ -38,7 +48,10 @@ def meta_without_dynamo() -> None:
                 left += inside
                 if function.__code__ is wrapper:
                     kernel = inside[wrapper.co_freevars.index("fn")]
-                    kernel.__dict__.setdefault("__dynamo_disable", opaque(kernel, "PyTorch's own kernel for the device meta"))
+                    kernel.__dict__.setdefault(
+                        "__dynamo_disable",
+                        opaque(kernel, "PyTorch's own kernel for the device meta"),
+                    )
 
 
 _SYMBOLIC, _SYMPY = "torch.fx.experimental.symbolic_shapes", "sympy"
@@ -49,13 +62,28 @@ def _equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(_equal, a, b)) if isinstance(a, tuple | list) else a == b
 
 
-#: What the functions that kernels import from PyTorch's module of symbolic sizes give for plain numbers.
+#: What the functions that kernels import from PyTorch's module of symbolic sizes give for plain
+#: numbers.
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true", "expect_true"), bool),
+    **dict.fromkeys(
+        (
+            "guard_or_false",
+            "guard_or_true",
+            "guard_size_oblivious",
+            "statically_known_true",
+            "expect_true",
+        ),
+        bool,
+    ),
     **dict.fromkeys(("guarding_hint_or_throw", "hint_int", "guard_int"), int),
-    "sym_and": lambda *conds: all(conds), "sym_or": lambda *conds: any(conds), "sym_eq": _equal,
-    "is_nested_int": lambda n: False, "has_guarding_hint": lambda n: True, "has_hint": lambda n: True,
-    "free_unbacked_symbols": lambda n: set(), "has_free_unbacked_symbols": lambda n: False,
+    "sym_and": lambda *conds: all(conds),
+    "sym_or": lambda *conds: any(conds),
+    "sym_eq": _equal,
+    "is_nested_int": lambda n: False,
+    "has_guarding_hint": lambda n: True,
+    "has_hint": lambda n: True,
+    "free_unbacked_symbols": lambda n: set(),
+    "has_free_unbacked_symbols": lambda n: False,
 }
 
 
@@ -64,7 +92,9 @@ class _NoSymbol:
 
 
 class _StandIn(types.ModuleType):
-    """In the place of a module that is not imported yet: it knows a few things of it, and imports it for all others."""
+    """In the place of a module that is not imported yet: it knows a few things of it, and imports
+    it for all others.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import statement asks for __path__
@@ -79,7 +109,10 @@ class _StandIn(types.ModuleType):
 
 
 def _of_numbers(name: str, *args: Any) -> Any:
-    plain = all(type(x) in _PLAIN or (isinstance(x, tuple | list) and all(type(y) in _PLAIN for y in x)) for x in args)
+    plain = all(
+        type(x) in _PLAIN or (isinstance(x, tuple | list) and all(type(y) in _PLAIN for y in x))
+        for x in args
+    )
     return _OF_NUMBERS[name](*args) if plain else getattr(_imported(_SYMBOLIC), name)(*args)
 
 
@@ -100,7 +133,9 @@ _open, _lock = [0], threading.Lock()
 
 @contextlib.contextmanager
 def of_plain_sizes() -> Iterator[None]:
-    """While entered, what kernels import from sympy, and from PyTorch's module that needs it, are functions of plain numbers."""
+    """While entered, what kernels import from sympy, and from PyTorch's module that needs it, are
+    functions of plain numbers.
+    """
     meta_without_dynamo()
     if _SYMBOLIC in sys.modules and not _open[0]:
         yield

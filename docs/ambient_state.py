@@ -2,9 +2,10 @@
 
     python docs/ambient_state.py
 
-The table is tests/lib/ambient.py; tests/unjitted/test_ambient_state.py runs each of its cells beside torch.func, and checks that
-the page is up to date.
+The table is tests/lib/ambient.py; tests/unjitted/test_ambient_state.py runs each of its cells
+beside torch.func, and checks that the page is up to date.
 """
+
 from __future__ import annotations
 
 import sys
@@ -16,7 +17,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 import ambient  # noqa: E402  found in tests/
 
 PAGE = Path(__file__).with_suffix(".md")
-_WHENS = {"inside": "inside the function", "around": "around the call", "between": "between two calls"}
+_WHENS = {
+    "inside": "inside the function",
+    "around": "around the call",
+    "between": "between two calls",
+}
 
 
 def page() -> str:
@@ -25,45 +30,88 @@ def page() -> str:
     rows = []
     for name, state in ambient.STATES.items():
         for when in ambient.WHENS:
-            lines = {tensors: [_cell(state, when, way, tensors, notes) for way in ambient.WAYS] for tensors in ambient.TENSORS}
+            lines = {
+                tensors: [_cell(state, when, way, tensors, notes) for way in ambient.WAYS]
+                for tensors in ambient.TENSORS
+            }
             same = len({tuple(found) for found in lines.values()}) == 1
-            for tensors, found in {", ".join(lines): lines[ambient.TENSORS[0]]}.items() if same else lines.items():
+            for tensors, found in (
+                {", ".join(lines): lines[ambient.TENSORS[0]]}.items() if same else lines.items()
+            ):
                 rows.append(f"| {name} | {_WHENS[when]} | {tensors} | {' | '.join(found)} |")
     count = sum(1 for _ in ambient.cells())
-    return "\n".join([
-        "# PyTorch's ambient state",
-        "",
-        "What a function computes in PyTorch depends on more than its arguments: on autocast, on default",
-        "dtypes and devices, on modes, hooks and generators. This page says, for each such state, whether a",
-        "function that runs in JAX does what torch.func does in the same place:",
-        f"{len(ambient.STATES)} states, {count:,} cells. Written by [ambient_state.py](ambient_state.py) from",
-        "the table in [ambient.py](../tests/lib/ambient.py), which [test_ambient_state.py](../tests/unjitted/test_ambient_state.py)",
-        "runs cell by cell.",
-        "",
-        "A state is set *inside the function* (and set back there), *around the call* of a function that was",
-        "transformed outside of it, or *between two calls*: without it, with it, without it, with it. The",
-        "weight of the layer that is called is *captured* by the function, or *passed* to it. `functionalize`",
-        "stands for code that is not compiled; it and `jit` are compared with the plain function, `jit(grad)`",
-        "with `torch.func.grad`. The comparison covers values, dtypes, devices, `requires_grad`, the gradients",
-        "that `torch.autograd.grad` finds through the results, a module's buffers, classes of errors, and the",
-        "ambient state after each call.",
-        "",
-        "| cell | meaning |",
-        "| --- | --- |",
-        "| as torch.func | the same, in all of this; also if torch.func raises an error and so do we |",
-        "| refused: *class* | torch.func does it; here it is an error that says so |",
-        "| works | torch.func raises an error; here it does what PyTorch does without a transform |",
-        "| differs | for the reason in the note |",
-        "",
-        f"| state | set | weight | {' | '.join(f'`{way}`' for way in ambient.WAYS)} |",
-        f"| {' | '.join(['---'] * (3 + len(ambient.WAYS)))} |",
-        *rows,
-        "",
-        "## Notes",
-        "",
-        *[f"{k}. {note}" for k, note in enumerate(notes, 1)],
-        "",
-    ])
+    return "\n".join(
+        [
+            "# PyTorch's ambient state",
+            "",
+            (
+                "What a function computes in PyTorch depends on more than its arguments: on "
+                "autocast, on default"
+            ),
+            (
+                "dtypes and devices, on modes, hooks and generators. This page says, for each such "
+                "state, whether a"
+            ),
+            "function that runs in JAX does what torch.func does in the same place:",
+            (
+                f"{len(ambient.STATES)} states, {count:,} cells. Written by "
+                "[ambient_state.py](ambient_state.py) from"
+            ),
+            (
+                "the table in [ambient.py](../tests/lib/ambient.py), which "
+                "[test_ambient_state.py](../tests/unjitted/test_ambient_state.py)"
+            ),
+            "runs cell by cell.",
+            "",
+            (
+                "A state is set *inside the function* (and set back there), *around the call* of a "
+                "function that was"
+            ),
+            (
+                "transformed outside of it, or *between two calls*: without it, with it, without "
+                "it, with it. The"
+            ),
+            (
+                "weight of the layer that is called is *captured* by the function, or *passed* to "
+                "it. `functionalize`"
+            ),
+            (
+                "stands for code that is not compiled; it and `jit` are compared with the plain "
+                "function, `jit(grad)`"
+            ),
+            (
+                "with `torch.func.grad`. The comparison covers values, dtypes, devices, "
+                "`requires_grad`, the gradients"
+            ),
+            (
+                "that `torch.autograd.grad` finds through the results, a module's buffers, classes "
+                "of errors, and the"
+            ),
+            "ambient state after each call.",
+            "",
+            "| cell | meaning |",
+            "| --- | --- |",
+            (
+                "| as torch.func | the same, in all of this; also if torch.func raises an error "
+                "and so do we |"
+            ),
+            "| refused: *class* | torch.func does it; here it is an error that says so |",
+            (
+                "| works | torch.func raises an error; here it does what PyTorch "
+                "does without a transform |"
+            ),
+            "| differs | for the reason in the note |",
+            "",
+            f"| state | set | weight | {' | '.join(f'`{way}`' for way in ambient.WAYS)} |",
+            f"| {' | '.join(['---'] * (3 + len(ambient.WAYS)))} |",
+            *rows,
+            "",
+            "## Notes",
+            "",
+            *[f"{k}. {note}" for k, note in enumerate(notes, 1)],
+            "",
+        ]
+    )
 
 
 def _cell(state: ambient.State, when: str, way: str, tensors: str, notes: list[str]) -> str:

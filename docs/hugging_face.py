@@ -1,4 +1,5 @@
-"""Writes hugging_face.md: architectures of the transformers library through jit, outputs and gradients beside PyTorch's.
+"""Writes hugging_face.md: architectures of the transformers library through jit, outputs and
+gradients beside PyTorch's.
 
     pip install "transformers>=5,<6"
     python docs/hugging_face.py                 all of them, and the page
@@ -6,10 +7,12 @@
     python docs/hugging_face.py llama vit       these, printed
     python docs/hugging_face.py --json llama    as JSON
 
-Each model is small and random, and in evaluation mode; nothing is downloaded.  Its outputs, and the gradients of the mean of their squares
-with respect to all its parameters, are computed by PyTorch, by the model under torchfunc_jax.jit, and by PyTorch in float64, which says how
-large the rounding errors of float32 are.
+Each model is small and random, and in evaluation mode; nothing is downloaded. Its outputs, and the
+gradients of the mean of their squares with respect to all its parameters, are computed by PyTorch,
+by the model under torchfunc_jax.jit, and by PyTorch in float64, which says how large the rounding
+errors of float32 are.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +36,10 @@ try:
     import transformers
     from transformers import AutoModel, AutoModelForCausalLM
 except ModuleNotFoundError:
-    sys.exit('the library transformers is not installed; install it with: pip install "transformers>=5,<6"')
+    sys.exit(
+        "the library transformers is not installed; install it with: pip install "
+        '"transformers>=5,<6"'
+    )
 
 from torchfunc_jax import jit  # noqa: E402
 from torchfunc_jax._machine import machine  # noqa: E402
@@ -42,53 +48,190 @@ GENERATION = "## Generation"
 PAGE = Path(__file__).with_suffix(".md")
 GENERATED = ("llama", "qwen3")
 DECODERS = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_bigcode",
-    "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "cohere", "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "bloom",
+    "falcon",
+    "mpt",
+    "stablelm",
+    "starcoder2",
+    "olmo",
+    "olmo2",
+    "cohere",
+    "granite",
     "codegen",
-)  # fmt: skip
+)
 ENCODERS = (
-    "bert", "roberta", "albert", "distilbert", "electra", "deberta", "deberta-v2", "mpnet", "xlm-roberta", "camembert", "modernbert",
-    "roformer", "convbert", "layoutlm", "t5", "bart", "pegasus", "marian",
-)  # fmt: skip
+    "bert",
+    "roberta",
+    "albert",
+    "distilbert",
+    "electra",
+    "deberta",
+    "deberta-v2",
+    "mpnet",
+    "xlm-roberta",
+    "camembert",
+    "modernbert",
+    "roformer",
+    "convbert",
+    "layoutlm",
+    "t5",
+    "bart",
+    "pegasus",
+    "marian",
+)
 VISION = (
-    "vit", "deit", "beit", "dinov2", "convnext", "convnextv2", "resnet", "regnet", "swin", "swinv2", "mobilenet_v1", "mobilenet_v2",
-    "mobilevit", "segformer", "poolformer", "pvt", "focalnet", "bit", "ijepa", "hiera", "data2vec-vision",
-)  # fmt: skip
+    "vit",
+    "deit",
+    "beit",
+    "dinov2",
+    "convnext",
+    "convnextv2",
+    "resnet",
+    "regnet",
+    "swin",
+    "swinv2",
+    "mobilenet_v1",
+    "mobilenet_v2",
+    "mobilevit",
+    "segformer",
+    "poolformer",
+    "pvt",
+    "focalnet",
+    "bit",
+    "ijepa",
+    "hiera",
+    "data2vec-vision",
+)
 #: what makes a model small, under the names that its configuration may have for it
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2
+    ),
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "hidden_dim", "ffn_dim", "n_inner"), 64),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "d_ff",
+            "hidden_dim",
+            "ffn_dim",
+            "n_inner",
+        ),
+        64,
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
-    "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "rotary_dim": 4, "vocab_size": 99,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "cls_token_id": 1,
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "image_size": 32, "patch_size": 8, "num_channels": 3,
-}  # fmt: skip
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "d_kv": 8,
+    "rotary_dim": 4,
+    "vocab_size": 99,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 2,
+    "cls_token_id": 1,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+}
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "image_size": 64}
-_WINDOWS = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 4, "num_attention_heads": None,
-            "num_hidden_layers": None, "hidden_size": None}  # fmt: skip
-_CONVNEXT = {**_STAGES, "hidden_size": None, "num_layers": None, "num_hidden_layers": None, "hidden_sizes": [8, 16, 24, 32],
-             "patch_size": 4, "image_size": 32}
+_WINDOWS = {
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "patch_size": 4,
+    "num_attention_heads": None,
+    "num_hidden_layers": None,
+    "hidden_size": None,
+}
+_CONVNEXT = {
+    **_STAGES,
+    "hidden_size": None,
+    "num_layers": None,
+    "num_hidden_layers": None,
+    "hidden_sizes": [8, 16, 24, 32],
+    "patch_size": 4,
+    "image_size": 32,
+}
 #: what SMALL does not fit; None: the configuration's default
 OTHERWISE: dict[str, dict[str, Any]] = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "gemma3_text": {"sliding_window": 8}, "codegen": {"n_ctx": 64},
-    "mpt": {"expansion_ratio": 2}, "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8},
-    "swin": _WINDOWS, "swinv2": _WINDOWS, "convnext": _CONVNEXT, "convnextv2": _CONVNEXT,
-    "focalnet": {"embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3], "hidden_sizes": [16, 32],
-                 "patch_size": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gemma3_text": {"sliding_window": 8},
+    "codegen": {"n_ctx": 64},
+    "mpt": {"expansion_ratio": 2},
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 8},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "convnext": _CONVNEXT,
+    "convnextv2": _CONVNEXT,
+    "focalnet": {
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "focal_levels": [1, 1],
+        "focal_windows": [3, 3],
+        "hidden_sizes": [16, 32],
+        "patch_size": 4,
+    },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 8},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-    "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32]},
-    "segformer": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]}, "pvt": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]},
+    "mobilevit": {
+        "image_size": 64,
+        "patch_size": 2,
+        "hidden_sizes": [16, 24, 32],
+        "neck_hidden_sizes": [8, 8, 16, 16, 16, 24, 32],
+    },
+    "segformer": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]},
+    "pvt": {**_STAGES, "num_attention_heads": [1, 1, 2, 2]},
     "poolformer": {**_STAGES, "patch_size": 7},
-    "hiera": {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "image_size": [64, 64], "patch_size": [7, 7]},
+    "hiera": {
+        "embed_dim": 8,
+        "depths": [1, 1, 1, 1],
+        "num_heads": [1, 1, 2, 2],
+        "image_size": [64, 64],
+        "patch_size": [7, 7],
+    },
     "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.25, "min_depth": 8},
     "mobilenet_v2": {"image_size": 64, "depth_multiplier": 0.25},
-}  # fmt: skip
+}
 
 
 class Row(NamedTuple):
@@ -97,7 +240,8 @@ class Row(NamedTuple):
     Attributes:
         kind: decoder, encoder or vision.
         parameters: how many numbers.
-        outputs, gradients: the largest difference to float64, as a multiple of what float32 allows (``distance``).
+        outputs, gradients: the largest difference to float64, as a multiple of what float32 allows
+            (``distance``).
         seconds: the first call, and its backward pass.
         problem: why there are no numbers; "" if there are.
     """
@@ -116,16 +260,30 @@ class Row(NamedTuple):
 
 
 def kind_of(architecture: str) -> str:
-    return "decoder" if architecture in DECODERS else "vision" if architecture in VISION else "encoder"
+    return (
+        "decoder" if architecture in DECODERS else "vision" if architecture in VISION else "encoder"
+    )
 
 
 def model_of(architecture: str) -> torch.nn.Module:
     """A small random model."""
     cls = transformers.CONFIG_MAPPING[architecture]
-    known = set(inspect.signature(cls.__init__).parameters) | set(vars(cls())) | set(getattr(cls, "attribute_map", {}))
-    config = cls(**{k: v for k, v in {**SMALL, **OTHERWISE.get(architecture, {})}.items() if k in known and v is not None})
+    known = (
+        set(inspect.signature(cls.__init__).parameters)
+        | set(vars(cls()))
+        | set(getattr(cls, "attribute_map", {}))
+    )
+    config = cls(
+        **{
+            k: v
+            for k, v in {**SMALL, **OTHERWISE.get(architecture, {})}.items()
+            if k in known and v is not None
+        }
+    )
     torch.manual_seed(0)
-    return (AutoModelForCausalLM if architecture in DECODERS else AutoModel).from_config(config).eval()
+    return (
+        (AutoModelForCausalLM if architecture in DECODERS else AutoModel).from_config(config).eval()
+    )
 
 
 def inputs_of(architecture: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -133,10 +291,16 @@ def inputs_of(architecture: str, model: torch.nn.Module) -> dict[str, torch.Tens
     generator = torch.Generator().manual_seed(0)
     if architecture in VISION:
         size = getattr(model.config, "image_size", 64)
-        return {"pixel_values": torch.randn(2, 3, *((size, size) if isinstance(size, int) else size), generator=generator)}
+        return {
+            "pixel_values": torch.randn(
+                2, 3, *((size, size) if isinstance(size, int) else size), generator=generator
+            )
+        }
     tokens = torch.randint(3, 99, (2, 12), generator=generator)
     tokens = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    return tokens | ({"decoder_input_ids": tokens["input_ids"]} if model.config.is_encoder_decoder else {})
+    return tokens | (
+        {"decoder_input_ids": tokens["input_ids"]} if model.config.is_encoder_decoder else {}
+    )
 
 
 def floats(outputs: Any) -> list[torch.Tensor]:
@@ -144,19 +308,29 @@ def floats(outputs: Any) -> list[torch.Tensor]:
     return [t for t in outputs.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
-def run(call: Any, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run(
+    call: Any, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The outputs, and the gradients of all parameters that have one."""
     model.zero_grad()
     outputs = floats(call(**inputs))
     sum((t.square().mean() for t in outputs), torch.zeros(())).backward()
-    return [t.detach() for t in outputs], [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [t.detach() for t in outputs], [
+        torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+    ]
 
 
-def distance(found: list[torch.Tensor], expected: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The largest difference, as a multiple of 1e-5 of the largest value, or of ten times PyTorch's own rounding error if that is more."""
+def distance(
+    found: list[torch.Tensor], expected: list[torch.Tensor], exact: list[torch.Tensor]
+) -> float:
+    """The largest difference, as a multiple of 1e-5 of the largest value, or of ten times PyTorch's
+    own rounding error if that is more.
+    """
     worst = 0.0 if len(found) == len(expected) else float("inf")
     for ours, theirs, true in zip(found, expected, exact, strict=False):
-        allowed = max(1e-5 * true.abs().max().item(), 10 * (theirs.double() - true).abs().max().item(), 1e-7)
+        allowed = max(
+            1e-5 * true.abs().max().item(), 10 * (theirs.double() - true).abs().max().item(), 1e-7
+        )
         worst = max(worst, (ours.double() - true).abs().max().item() / allowed)
     return worst
 
@@ -175,16 +349,31 @@ def row_of(architecture: str) -> Row:
             model.set_experts_implementation("eager")  # PyTorch's grouped products have no float64
         wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
         exact = run(model.double(), model, wide)
-        outputs, gradients = (distance(*three) for three in zip(found, expected, exact, strict=True))
-        return Row(architecture, kind, sum(p.numel() for p in model.parameters()), outputs, gradients, seconds)
+        outputs, gradients = (
+            distance(*three) for three in zip(found, expected, exact, strict=True)
+        )
+        return Row(
+            architecture,
+            kind,
+            sum(p.numel() for p in model.parameters()),
+            outputs,
+            gradients,
+            seconds,
+        )
     except Exception as error:
         if os.environ.get("TRACEBACK"):
             traceback.print_exc()
-        return Row(architecture, kind, problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200])
+        return Row(
+            architecture,
+            kind,
+            problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200],
+        )
 
 
 class Generation(NamedTuple):
-    """Tokens per second of greedy generation, with a static cache that is written in place; equal: whether the tokens are PyTorch's."""
+    """Tokens per second of greedy generation, with a static cache that is written in place; equal:
+    whether the tokens are PyTorch's.
+    """
 
     architecture: str
     equal: bool
@@ -194,19 +383,37 @@ class Generation(NamedTuple):
 
 
 def generation_of(architecture: str, count: int = 64, rounds: int = 8) -> Generation:
-    """Generate tokens for a batch of two with a model of four layers, one token at a time, as it is and compiled by both compilers."""
+    """Generate tokens for a batch of two with a model of four layers, one token at a time, as it is
+    and compiled by both compilers.
+    """
     cls = transformers.CONFIG_MAPPING[architecture]
-    larger = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+    larger = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+    }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(cls(**{**SMALL, **larger, "max_position_embeddings": 128})).eval()
+    model = AutoModelForCausalLM.from_config(
+        cls(**{**SMALL, **larger, "max_position_embeddings": 128})
+    ).eval()
     prompt = torch.randint(3, 99, (2, 8))
 
     def next_token(token: torch.Tensor, place: torch.Tensor, cache: Any) -> torch.Tensor:
-        return model(token[:, None], past_key_values=cache, cache_position=place).logits[:, -1].argmax(-1)
+        return (
+            model(token[:, None], past_key_values=cache, cache_position=place)
+            .logits[:, -1]
+            .argmax(-1)
+        )
 
     def tokens(step: Any, cache: Any, seconds: list[float]) -> torch.Tensor:
         cache.reset()
-        found = [model(prompt, past_key_values=cache, cache_position=torch.arange(8)).logits[:, -1].argmax(-1)]
+        found = [
+            model(prompt, past_key_values=cache, cache_position=torch.arange(8))
+            .logits[:, -1]
+            .argmax(-1)
+        ]
         for k in range(count - 1):
             start = time.perf_counter()
             found.append(step(found[-1], torch.tensor([8 + k]), cache).clone())
@@ -217,32 +424,73 @@ def generation_of(architecture: str, count: int = 64, rounds: int = 8) -> Genera
     caches = [transformers.StaticCache(config=model.config, max_cache_len=8 + count) for _ in steps]
     seconds: list[list[float]] = [[] for _ in steps]
     with torch.no_grad():
-        expected = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)[:, 8:]
+        expected = model.generate(
+            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )[:, 8:]
         # in turn, and the fastest step counts, because other programs on the machine only add to it
-        found = [[tokens(*way) for way in zip(steps, caches, seconds, strict=True)] for _ in range(rounds)]
-    equal = all(torch.equal(plain, expected) and torch.equal(ours, expected) for plain, _, ours in found)
+        found = [
+            [tokens(*way) for way in zip(steps, caches, seconds, strict=True)]
+            for _ in range(rounds)
+        ]
+    equal = all(
+        torch.equal(plain, expected) and torch.equal(ours, expected) for plain, _, ours in found
+    )
     return Generation(architecture, equal, *[len(prompt) / min(times) for times in seconds])
 
 
 def page(rows: list[Row], generations: list[Generation]) -> str:
     """The page as Markdown."""
     lines = [
-        "# Models of transformers", "",
-        f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's library, small and",
-        "random, have PyTorch's outputs, and its gradients of all parameters, under `torchfunc_jax.jit`. The",
-        "numbers are differences: 1 is what float32 allows, which is 1e-5 of the largest value, or ten times",
-        "PyTorch's own distance from float64. Outputs and caches are the library's own classes. Written by",
-        "[hugging_face.py](hugging_face.py).", "",
-        "| architecture | kind | parameters | outputs | gradients | first call and backward |", "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]  # fmt: skip
+        "# Models of transformers",
+        "",
+        (
+            f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's "
+            "library, small and"
+        ),
+        (
+            "random, have PyTorch's outputs, and its gradients of all parameters, under "
+            "`torchfunc_jax.jit`. The"
+        ),
+        (
+            "numbers are differences: 1 is what float32 allows, which is 1e-5 of the largest "
+            "value, or ten times"
+        ),
+        (
+            "PyTorch's own distance from float64. Outputs and caches are the library's own "
+            "classes. Written by"
+        ),
+        "[hugging_face.py](hugging_face.py).",
+        "",
+        "| architecture | kind | parameters | outputs | gradients | first call and backward |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
         if not row.problem:
-            numbers = f"{row.parameters:,} | {row.outputs:.2f} | {row.gradients:.2f} | {row.seconds:.1f} s"
+            numbers = (
+                f"{row.parameters:,} | {row.outputs:.2f} | {row.gradients:.2f} "
+                f"| {row.seconds:.1f} s"
+            )
             lines.append(f"| {row.architecture} | {row.kind} | {numbers} |")
-    lines += ["", f"transformers {transformers.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}.", ""]
-    wrong = [(row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows") for row in rows if not row.right]
+    lines += [
+        "",
+        (
+            f"transformers {transformers.__version__}, torch {torch.__version__}, Python "
+            f"{sys.version.split()[0]}."
+        ),
+        "",
+    ]
+    wrong = [
+        (row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows")
+        for row in rows
+        if not row.right
+    ]
     if wrong:
-        lines += ["## What is not right", "", *(f"- {row.architecture}: {why}" for row, why in wrong), ""]
+        lines += [
+            "## What is not right",
+            "",
+            *(f"- {row.architecture}: {why}" for row, why in wrong),
+            "",
+        ]
     return "\n".join([*lines, ""]) + section(generations)
 
 
@@ -250,26 +498,59 @@ def section(generations: list[Generation]) -> str:
     """The end of the page."""
     here = machine()
     lines = [
-        GENERATION, "",
-        "64 tokens, one at a time, for a batch of two, by models of four layers of 256. The function takes",
-        "transformers' static cache, and `jit(next_token, donate=2)` writes in place, into memory of XLA's",
-        "that the cache has from the first call on. The tokens are compared with those of `model.generate`.", "",
-        "| architecture | PyTorch | torch.compile | torchfunc_jax.jit | equal tokens |", "| --- | ---: | ---: | ---: | --- |",
-        *(f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s | {g.ours:,.0f}/s | {g.equal} |" for g in generations), "",
-        f"Fastest step, {here['cpu']}, {here['cores']} cores.", "",
-    ]  # fmt: skip
+        GENERATION,
+        "",
+        (
+            "64 tokens, one at a time, for a batch of two, by models of four layers of 256. The "
+            "function takes"
+        ),
+        (
+            "transformers' static cache, and `jit(next_token, donate=2)` writes in place, into "
+            "memory of XLA's"
+        ),
+        (
+            "that the cache has from the first call on. The tokens are compared with those of "
+            "`model.generate`."
+        ),
+        "",
+        "| architecture | PyTorch | torch.compile | torchfunc_jax.jit | equal tokens |",
+        "| --- | ---: | ---: | ---: | --- |",
+        *(
+            (
+                f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s | {g.ours:,.0f}/s "
+                f"| {g.equal} |"
+            )
+            for g in generations
+        ),
+        "",
+        f"Fastest step, {here['cpu']}, {here['cores']} cores.",
+        "",
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", help="names of transformers' configurations; all of the page's if there are none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "architectures",
+        nargs="*",
+        help="names of transformers' configurations; all of the page's if there are none",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--generation", action="store_true", help="write the page's section of generation, and leave the rest as it is")
+    parser.add_argument(
+        "--generation",
+        action="store_true",
+        help="write the page's section of generation, and leave the rest as it is",
+    )
     asked = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if asked.generation:
-        PAGE.write_text(PAGE.read_text().partition(GENERATION)[0] + section([generation_of(name) for name in GENERATED]))
+        PAGE.write_text(
+            PAGE.read_text().partition(GENERATION)[0]
+            + section([generation_of(name) for name in GENERATED])
+        )
         return 0
     names = asked.architectures or [*DECODERS, *ENCODERS, *VISION]
     rows = [row_of(name) for name in track(names, "architectures", disable=not sys.stderr.isatty())]

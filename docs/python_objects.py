@@ -1,12 +1,15 @@
-"""Writes python_objects.md: what functions do to Python objects, under jit and in un-jitted transforms, beside PyTorch and torch.func.
+"""Writes python_objects.md: what functions do to Python objects, under jit and in un-jitted
+transforms, beside PyTorch and torch.func.
 
     python docs/python_objects.py               the whole table, and the page; about 20 minutes
     python docs/python_objects.py "a deque"     this kind, printed
     python docs/python_objects.py --json        as JSON
 
-Each cell is a function that changes an object, called five times with other tensors.  What it returns, and what the object holds after each
-call, must be what the same function leaves without jit in PyTorch, or in torch.func's transform.  Ends with 1 if a cell differs.
+Each cell is a function that changes an object, called five times with other tensors. What it
+returns, and what the object holds after each call, must be what the same function leaves without
+jit in PyTorch, or in torch.func's transform. Ends with 1 if a cell differs.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -84,9 +87,18 @@ def cell(found: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help="kinds of objects; without, all of them, and the page is written")
-    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON, and write no page")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds",
+        nargs="*",
+        metavar="KIND",
+        help="kinds of objects; without, all of them, and the page is written",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the outcomes as JSON, and write no page"
+    )
     options = parser.parse_args()
     kinds = options.kinds or list(KINDS)
     unknown = [k for k in kinds if k not in KINDS]
@@ -98,18 +110,34 @@ def main() -> int:
     for kind, action, way in track(lines, "cells", disable=options.json):
         outcomes = {reached: tried(kind, reached, action, way) for reached in REACHED}
         count += len(outcomes)
-        wrong += [f"{kind}, {reached}, {action}, {way}: {what}" for reached, what in outcomes.items() if what.startswith("wrong")]
+        wrong += [
+            f"{kind}, {reached}, {action}, {way}: {what}"
+            for reached, what in outcomes.items()
+            if what.startswith("wrong")
+        ]
         found[kind, action][way] = cell(outcomes)
     if options.json:
-        print(json.dumps({f"{kind}: {action}": ways for (kind, action), ways in found.items()}, indent=1))
+        print(
+            json.dumps(
+                {f"{kind}: {action}": ways for (kind, action), ways in found.items()}, indent=1
+            )
+        )
     else:
-        rows = "\n".join(f"| {kind}: {action} | {' | '.join(ways.values())} |" for (kind, action), ways in found.items())
+        rows = "\n".join(
+            f"| {kind}: {action} | {' | '.join(ways.values())} |"
+            for (kind, action), ways in found.items()
+        )
         verdict = "All of them are right." if not wrong else f"{len(wrong)} of them are wrong."
         page = TEXT.format(
-            cells=f"{count:,}", verdict=verdict, ways=len(REACHED), reached="\n".join(f"- {way}" for way in REACHED),
+            cells=f"{count:,}",
+            verdict=verdict,
+            ways=len(REACHED),
+            reached="\n".join(f"- {way}" for way in REACHED),
             columns=" | ".join(WAYS),
-            line=" | ".join("---" for _ in WAYS), rows=rows, machine=machine(),
-        )  # fmt: skip
+            line=" | ".join("---" for _ in WAYS),
+            rows=rows,
+            machine=machine(),
+        )
         print(rows)
         if not options.kinds:
             PAGE.write_text(page)

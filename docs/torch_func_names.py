@@ -1,10 +1,12 @@
-"""Writes torch_func_names.md: every public name of torch.func and functorch, what it is here, and the test that shows it.
+"""Writes torch_func_names.md: every public name of torch.func and functorch, what it is here, and
+the test that shows it.
 
     python docs/torch_func_names.py
 
-A test (tests/docs/test_torch_func_names.py) checks that no name is missing, that the tests exist and that the page is the one written
-by this script.
+A test (tests/docs/test_torch_func_names.py) checks that no name is missing, that the tests exist
+and that the page is the one written by this script.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -29,7 +31,16 @@ _FAMILY = "modules/test_make_functional.py::"
 TESTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            "vmap", "grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize", "functional_call",
+            "vmap",
+            "grad",
+            "grad_and_value",
+            "vjp",
+            "jvp",
+            "jacrev",
+            "jacfwd",
+            "hessian",
+            "linearize",
+            "functional_call",
             "stack_module_state",
         ),
         (_AGAINST, _EXAMPLES),
@@ -44,12 +55,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "FunctionalModule": (_FAMILY + "test_make_functional",),
     "FunctionalModuleWithBuffers": (_FAMILY + "test_make_functional_with_buffers",),
     "make_functional_deprecated_v1": (_FAMILY + "test_make_functional_deprecated_v1",),
-    "make_functional_with_buffers_deprecated_v1": (_FAMILY + "test_make_functional_with_buffers_deprecated_v1",),
+    "make_functional_with_buffers_deprecated_v1": (
+        _FAMILY + "test_make_functional_with_buffers_deprecated_v1",
+    ),
     "combine_state_for_ensemble": (_FAMILY + "test_combine_state_for_ensemble",),
     "functional_init": (_FAMILY + "test_functional_init",),
     "functional_init_with_buffers": (_FAMILY + "test_functional_init_with_buffers",),
     **dict.fromkeys(
-        ("extract_weights", "extract_buffers", "load_weights", "load_buffers"), (_FAMILY + "test_extract_and_load", _FAMILY + "test_errors")
+        ("extract_weights", "extract_buffers", "load_weights", "load_buffers"),
+        (_FAMILY + "test_extract_and_load", _FAMILY + "test_errors"),
     ),
     "load_state": (_FAMILY + "test_make_functional_with_buffers_deprecated_v1",),
     "create_names_map": (_FAMILY + "test_create_names_map",),
@@ -64,10 +78,15 @@ LEFT = {"make_fx": "stays torch's: it traces into FX graphs"}
 
 def _public(module: ModuleType, own: bool = False) -> list[str]:
     """Public functions and classes of a module; own: only those that were made in it."""
-    found = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
+    found = getattr(module, "__all__", None) or [
+        name for name in dir(module) if not name.startswith("_")
+    ]
     return [
-        name for name in found
-        if callable(thing := getattr(module, name)) and not inspect.ismodule(thing) and (not own or thing.__module__ == module.__name__)
+        name
+        for name in found
+        if callable(thing := getattr(module, name))
+        and not inspect.ismodule(thing)
+        and (not own or thing.__module__ == module.__name__)
     ]
 
 
@@ -79,7 +98,8 @@ def namespaces() -> dict[str, list[str]]:
         "torch": ["vmap"],
         "functorch": _public(functorch),
         "functorch.experimental": _public(functorch.experimental),
-        "functorch.einops": ["rearrange"],  # by name: importing the module of that name hides the function
+        # by name: importing the module of that name hides the function
+        "functorch.einops": ["rearrange"],
         "torch._functorch.make_functional": _public(make, own=True),
         "torch._functorch.functional_call": _public(torch._functorch.functional_call, own=True),
     }
@@ -87,7 +107,11 @@ def namespaces() -> dict[str, list[str]]:
 
 def home(name: str) -> str:
     """Where a name is here."""
-    for module in ("torchfunc_jax", "torchfunc_jax.make_functional", "torchfunc_jax.functional_call"):
+    for module in (
+        "torchfunc_jax",
+        "torchfunc_jax.make_functional",
+        "torchfunc_jax.functional_call",
+    ):
         if hasattr(importlib.import_module(module), name):
             return f"{module}.{name}"
     raise AttributeError(f"torchfunc_jax has no {name!r}")
@@ -102,9 +126,18 @@ def page() -> str:
     lines = [
         "# The names of torch.func and functorch",
         "",
-        "Every public name, where torch has it, what it is here, and the test that compares the two.",
-        "Signatures are torch's, checked by [test_torch_func_names.py](../tests/docs/test_torch_func_names.py);",
-        "[test_patched_names.py](../tests/transforms/test_patched_names.py) checks that `torchfunc_jax.patch()` puts each name of",
+        (
+            "Every public name, where torch has it, what it is here, and the "
+            "test that compares the two."
+        ),
+        (
+            "Signatures are torch's, checked by "
+            "[test_torch_func_names.py](../tests/docs/test_torch_func_names.py);"
+        ),
+        (
+            "[test_patched_names.py](../tests/transforms/test_patched_names.py) checks that "
+            "`torchfunc_jax.patch()` puts each name of"
+        ),
         "`torch.func`, `torch`, `functorch` and `functorch.experimental` in place. Written by",
         "[torch_func_names.py](torch_func_names.py).",
         "",
@@ -112,7 +145,10 @@ def page() -> str:
         "| --- | --- | --- | --- |",
     ]
     for name in sorted(places, key=str.lower):
-        tests = "<br>".join(f"[{test.partition('::')[2]}](../tests/{test.partition('::')[0]})" for test in TESTS.get(name, ()))
+        tests = "<br>".join(
+            f"[{test.partition('::')[2]}](../tests/{test.partition('::')[0]})"
+            for test in TESTS.get(name, ())
+        )
         here = LEFT.get(name) or f"`{home(name)}`"
         lines.append(f"| `{name}` | {', '.join(places[name])} | {here} | {tests} |")
     return "\n".join(lines) + "\n"

@@ -1,9 +1,12 @@
-"""Trains with an exported training step, where neither PyTorch nor this project is installed: `python train_exported.py FOLDER DATA.npz`.
+"""Trains with an exported training step, where neither PyTorch nor this project is installed:
+`python train_exported.py FOLDER DATA.npz`.
 
-FOLDER has program.stablehlo and weights.npz, as ``export(TrainingStep(...), *batch).save(FOLDER)`` writes them. DATA.npz has an array for
-each argument of the step, x0, x1, ..., whose first dimension counts the batches. The losses are printed, one a line; the weights and the
-optimizer's state after the last step are written to weights.npz again, so that the next run goes on from there.
+FOLDER has program.stablehlo and weights.npz, as ``export(TrainingStep(...), *batch).save(FOLDER)``
+writes them. DATA.npz has an array for each argument of the step, x0, x1, ..., whose first dimension
+counts the batches. The losses are printed, one a line; the weights and the optimizer's state after
+the last step are written to weights.npz again, so that the next run goes on from there.
 """
+
 import sys
 
 import jax

@@ -1,9 +1,12 @@
-"""Writes versions.md: the core of the tests on the versions of Python, PyTorch and JAX that people have, each in an environment of its own.
+"""Writes versions.md: the core of the tests on the versions of Python, PyTorch and JAX that people
+have, each in an environment of its own.
 
-The core is everything but the slow tests and the sweeps over all operators (the marks "slow" and "sweep").  `make test-versions` runs this
-with the standard library and rich alone.  What a run finds goes to versions.json, which keeps the combinations that were not asked for,
-and the page is made of that.
+The core is everything but the slow tests and the sweeps over all operators (the marks "slow" and
+"sweep"). `make test-versions` runs this with the standard library and rich alone. What a run finds
+goes to versions.json, which keeps the combinations that were not asked for, and the page is made of
+that.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -25,15 +28,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
 CORE = "not slow and not sweep"
 #: what pytest says of a test, and how it is counted
-VERDICTS = {"PASSED": "passed", "XPASS": "passed", "FAILED": "failed", "ERROR": "failed", "SKIPPED": "skipped", "XFAIL": "skipped"}
-_NEEDED = 9.5e9  # bytes: CUDA's libraries, which PyPI's torch brings on Linux (6.5 GB), and their downloads; 9.3 GB were seen
+VERDICTS = {
+    "PASSED": "passed",
+    "XPASS": "passed",
+    "FAILED": "failed",
+    "ERROR": "failed",
+    "SKIPPED": "skipped",
+    "XFAIL": "skipped",
+}
+# bytes: CUDA's libraries, which PyPI's torch brings on Linux (6.5 GB), and their downloads; 9.3 GB
+# were seen
+_NEEDED = 9.5e9
 _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
 EXAMPLES = """
@@ -42,7 +61,7 @@ examples:
   python docs/versions.py --only newest --no-write   as in continuous integration: only a table
   python docs/versions.py --only all --delete        all, one environment on the disk at a time
   python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
-  python docs/versions.py --only newest --tests tests/jit/test_jit.py tests/docs/test_examples_in_markdown.py --no-write
+  python docs/versions.py --only newest --tests tests/jit/test_jit.py tests/docs --no-write
   python docs/versions.py --only newest --no-write --json | jq '.[].failures'
 
   TORCHFUNC_JAX_VERSIONS_DIR=/big/disk python docs/versions.py    environments kept elsewhere
@@ -72,11 +91,23 @@ class Combination(NamedTuple):
 
 
 #: the first one of each whose Python is here is taken; jax 0.10.2 is the last for Python 3.11
-OLDEST = (Combination("3.11", "2.11.0", "0.10.2"), Combination("3.12", "2.11.0", "0.10.2"), Combination("3.13", "2.11.0", "0.10.2"))
-NEWEST = (Combination("3.13", "2.15.0", "0.12.0.1"), Combination("3.12", "2.15.0", "0.12.0.1"), Combination("3.11", "2.15.0", "0.10.2"))
+OLDEST = (
+    Combination("3.11", "2.11.0", "0.10.2"),
+    Combination("3.12", "2.11.0", "0.10.2"),
+    Combination("3.13", "2.11.0", "0.10.2"),
+)
+NEWEST = (
+    Combination("3.13", "2.15.0", "0.12.0.1"),
+    Combination("3.12", "2.15.0", "0.12.0.1"),
+    Combination("3.11", "2.15.0", "0.10.2"),
+)
 ALL = (
-    OLDEST[0], Combination("3.12", "2.12.1", "0.11.2"), Combination("3.12", "2.13.0", "0.11.2"), Combination("3.12", "2.14.1", "0.11.2"),
-    Combination("3.11", "2.15.0", "0.10.2"), NEWEST[0],
+    OLDEST[0],
+    Combination("3.12", "2.12.1", "0.11.2"),
+    Combination("3.12", "2.13.0", "0.11.2"),
+    Combination("3.12", "2.14.1", "0.11.2"),
+    Combination("3.11", "2.15.0", "0.10.2"),
+    NEWEST[0],
 )
 
 
@@ -90,7 +121,8 @@ class Row:
         counts: passed, failed, skipped; empty where no test ran.
         failures: the names of the tests that failed.
         problem: why there are no counts; "" where there are.
-        of_machine: whether the problem is the machine's: no room, nothing installed, or too little time while no test had failed.
+        of_machine: whether the problem is the machine's: no room, nothing installed, or too little
+            time while no test had failed.
         minutes: of installing, and of the tests.
         where: date, commit and machine.
     """
@@ -118,25 +150,34 @@ class NotHere(NotTested):
     """The machine is why: its disk, its network or its time."""
 
 
-# -- Pythons ----------------------------------------------------------------------------------------------------------------------
+# -- Pythons ---------------------------------------------------------------------------------------
 def pythons() -> dict[str, str]:
-    """The Pythons of pyenv, of PATH, and the one that runs this, where they can make environments: "3.13" -> its path."""
+    """The Pythons of pyenv, of PATH, and the one that runs this, where they can make environments:
+    "3.13" -> its path.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     path_variable = map(Path, filter(None, os.environ.get("PATH", "").split(os.pathsep)))
     found: dict[str, str] = {}
-    for folder in (*sorted(pyenv.glob("versions/*/bin")), *path_variable, Path(sys.base_prefix) / "bin"):
+    for folder in (
+        *sorted(pyenv.glob("versions/*/bin")),
+        *path_variable,
+        Path(sys.base_prefix) / "bin",
+    ):
         for path in sorted(folder.glob("python3.*")) if folder.is_dir() else ():
             if not re.fullmatch(r"python3\.1\d", path.name):
                 continue
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 ask = "import ensurepip, venv, sys; print('%d.%d' % sys.version_info[:2])"
-                version = subprocess.run([path, "-c", ask], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+                version = subprocess.run(
+                    [path, "-c", ask], capture_output=True, text=True, check=True, timeout=60
+                ).stdout.strip()
                 found.setdefault(version, str(path))
     return found
 
 
 def chosen(asked: list[str], here: dict[str, str]) -> tuple[list[Combination], list[str]]:
-    """The combinations that are asked for, and what there is to say about those that are not as asked.
+    """The combinations that are asked for, and what there is to say about those that are not as
+    asked.
 
     Args:
         asked: "oldest", "newest", "all", or "python,torch,jax".
@@ -152,20 +193,29 @@ def chosen(asked: list[str], here: dict[str, str]) -> tuple[list[Combination], l
             row = OLDEST if word == "oldest" else NEWEST
             first = next((c for c in row if c.python in here), None)
             if first is None:
-                raise ValueError(f"--only {word}: this machine has none of Python {', '.join(sorted(c.python for c in row))}")
+                raise ValueError(
+                    f"--only {word}: this machine has none of Python "
+                    f"{', '.join(sorted(c.python for c in row))}"
+                )
             if first != row[0]:
-                said.append(f"Python {row[0].python} is not on this machine: the {word} combination is {first} in the place of {row[0]}")
+                said.append(
+                    f"Python {row[0].python} is not on this machine: the {word} combination is "
+                    f"{first} in the place of {row[0]}"
+                )
             found.append(first)
         elif word == "all":
             found += ALL
         elif re.fullmatch(r"3\.\d+(,\d+(\.\w+)*){2}", word):
             found.append(Combination(*word.split(",")))
         else:
-            raise ValueError(f"--only {word}: expected oldest, newest, all, or versions of Python, torch, jax as in 3.13,2.15.0,0.12.0.1")
+            raise ValueError(
+                f"--only {word}: expected oldest, newest, all, or versions of Python, torch, jax "
+                "as in 3.13,2.15.0,0.12.0.1"
+            )
     return list(dict.fromkeys(found)), said
 
 
-# -- environments -----------------------------------------------------------------------------------------------------------------
+# -- environments ----------------------------------------------------------------------------------
 def environments() -> Path:
     """The folder of the environments."""
     return Path(os.environ.get("TORCHFUNC_JAX_VERSIONS_DIR") or ROOT / ".venv-versions").resolve()
@@ -178,7 +228,10 @@ def install(combination: Combination, here: dict[str, str]) -> Path:
         NotHere: the disk has too little room, there is no such Python, or pip says no.
     """
     folder = environments() / combination.folder
-    stamp, wanted = folder / ".installed", hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    stamp, wanted = (
+        folder / ".installed",
+        hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest(),
+    )
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
     if combination.python not in here:
@@ -186,10 +239,22 @@ def install(combination: Combination, here: dict[str, str]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if not stamp.exists() and free < _NEEDED:
-        raise NotHere(f"{free / 1e9:.1f} GB are free in {folder.parent.name}, and an environment needs up to {_NEEDED / 1e9:.1f}")
+        raise NotHere(
+            f"{free / 1e9:.1f} GB are free in {folder.parent.name}, and an environment needs up to "
+            f"{_NEEDED / 1e9:.1f}"
+        )
     if not stamp.exists():
         _run([here[combination.python], "-m", "venv", "--clear", str(folder)])
-    pip = [*_python(folder), "-m", "pip", "install", "--quiet", "--no-compile", "--no-color", "--disable-pip-version-check"]
+    pip = [
+        *_python(folder),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--no-color",
+        "--disable-pip-version-check",
+    ]
     exact = [f"torch=={combination.torch}", f"jax=={combination.jax}", f"jaxlib=={combination.jax}"]
     _run([*pip, "-e", f"{ROOT}[test]", *exact])
     stamp.write_text(wanted)
@@ -203,18 +268,31 @@ def _python(folder: Path) -> list[str]:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        errors = [line.strip().removeprefix("ERROR: ") for line in done.stdout.splitlines() if line.strip().startswith("ERROR: ")]
-        raise NotHere(f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}")
+        errors = [
+            line.strip().removeprefix("ERROR: ")
+            for line in done.stdout.splitlines()
+            if line.strip().startswith("ERROR: ")
+        ]
+        raise NotHere(
+            f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}"
+        )
 
 
 def installed(folder: Path) -> dict[str, str]:
     """The versions in an environment."""
-    ask = f"import json, platform; from importlib.metadata import version as v; print(json.dumps({{p: v(p) for p in {_PACKAGES}}} | " \
+    ask = (
+        "import json, platform; from importlib.metadata import version as v; print(json.dumps({p: "
+        f"v(p) for p in {_PACKAGES}}} | "
         '{"python": platform.python_version()}))'
-    return json.loads(subprocess.run([*_python(folder), "-c", ask], capture_output=True, text=True, check=True).stdout)
+    )
+    return json.loads(
+        subprocess.run(
+            [*_python(folder), "-c", ask], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
-# -- tests ------------------------------------------------------------------------------------------------------------------------
+# -- tests -----------------------------------------------------------------------------------------
 def core(
     folder: Path, tests: list[str], jobs: int, limit: float, on_progress: Callable[[int, int], None]
 ) -> tuple[dict[str, int], list[str]]:
@@ -235,12 +313,36 @@ def core(
         NotTested: pytest ended in the middle.
     """
     command = [
-        *_python(folder), "-m", "pytest", "-v", "--color=no", "-n", str(jobs), "--dist", "worksteal", "-m", CORE, "-p", "no:cacheprovider",
+        *_python(folder),
+        "-m",
+        "pytest",
+        "-v",
+        "--color=no",
+        "-n",
+        str(jobs),
+        "--dist",
+        "worksteal",
+        "-m",
+        CORE,
+        "-p",
+        "no:cacheprovider",
         *tests,
     ]
-    # compiled modules and programs are kept in the environment: in the clone they would be those of another version
-    kept = {"PYTHONPYCACHEPREFIX": str(folder / "pycache"), "PYTHONDONTWRITEBYTECODE": "", "JAX_COMPILATION_CACHE_DIR": str(folder / "jax")}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # compiled modules and programs are kept in the environment: in the clone they would be those of
+    # another version
+    kept = {
+        "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | kept,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     late = threading.Event()
 
     def stop() -> None:
@@ -265,13 +367,21 @@ def core(
         timer.cancel()
         process.kill()
     if late.is_set() and not failures:
-        raise NotHere(f"the tests were stopped after {limit:g} minutes, at {percent} %; {counts['passed']} had passed, and none had failed")
+        raise NotHere(
+            f"the tests were stopped after {limit:g} minutes, at {percent} %; {counts['passed']} "
+            "had passed, and none had failed"
+        )
     if not late.is_set() and process.returncode not in (0, 1):
         raise NotTested(f"pytest ended with {process.returncode}: {last}")
     return counts, sorted(failures)
 
 
-def tested(combination: Combination, here: dict[str, str], asked: argparse.Namespace, on_stage: Callable[[str, int, int], None]) -> Row:
+def tested(
+    combination: Combination,
+    here: dict[str, str],
+    asked: argparse.Namespace,
+    on_stage: Callable[[str, int, int], None],
+) -> Row:
     """Install a combination and run the tests on it."""
     row = Row(combination, where=_where())
     start = time.monotonic()
@@ -281,7 +391,13 @@ def tested(combination: Combination, here: dict[str, str], asked: argparse.Names
         row.versions = installed(folder)
         row.minutes["installing"] = round((time.monotonic() - start) / 60, 1)
         start = time.monotonic()
-        row.counts, row.failures = core(folder, asked.tests, asked.jobs, asked.limit, lambda done, bad: on_stage("testing", done, bad))
+        row.counts, row.failures = core(
+            folder,
+            asked.tests,
+            asked.jobs,
+            asked.limit,
+            lambda done, bad: on_stage("testing", done, bad),
+        )
         row.minutes["testing"] = round((time.monotonic() - start) / 60, 1)
     except NotTested as why:
         row.problem, row.of_machine = str(why), isinstance(why, NotHere)
@@ -293,14 +409,20 @@ def tested(combination: Combination, here: dict[str, str], asked: argparse.Names
 def _where() -> dict[str, str]:
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.*)$", info.read_text(), re.M) if info.exists() else []
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     return {
-        "date": datetime.date.today().isoformat(), "commit": commit or "unknown",
-        "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown",
+        "machine": (
+            f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, "
+            f"{platform.system()}"
+        ),
     }
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 def table(rows: list[Row]) -> Table:
     """The rows as a rich table."""
     shown = Table(title="The core of the tests, by versions")
@@ -316,28 +438,56 @@ def table(rows: list[Row]) -> Table:
 def cells(row: Row) -> list[str]:
     """What both tables say of a row."""
     versions = {**row.combination._asdict(), **row.versions}
-    times = [f"{row.minutes[stage]:.1f} min" if stage in row.minutes else "-" for stage in ("installing", "testing")]
+    times = [
+        f"{row.minutes[stage]:.1f} min" if stage in row.minutes else "-"
+        for stage in ("installing", "testing")
+    ]
     counts = [str(row.counts.get(name, "-")) for name in ("passed", "failed", "skipped")]
-    return [*(versions.get(name, "-") for name in ("python", "torch", "jax", "flax", "numpy")), *counts, *times]
+    return [
+        *(versions.get(name, "-") for name in ("python", "torch", "jax", "flax", "numpy")),
+        *counts,
+        *times,
+    ]
 
 
 def page(rows: list[Row]) -> str:
     """The text of versions.md."""
     lines = [
-        "# Versions", "",
-        "The tests on the versions of Python, PyTorch and JAX that people have. Each combination has an",
-        "environment of its own, with the newest release of everything else that fits. The core of the tests",
+        "# Versions",
+        "",
+        (
+            "The tests on the versions of Python, PyTorch and JAX that people have. Each "
+            "combination has an"
+        ),
+        (
+            "environment of its own, with the newest release of everything else that fits. The "
+            "core of the tests"
+        ),
         "runs: everything except the slow ones and the sweeps over all operators, which are in",
-        "[coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest and the newest",
-        'combination; `make test-versions ARGS="--only all"` runs them all.', "",
-        "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | testing | date | commit |",
+        (
+            "[coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest "
+            "and the newest"
+        ),
+        'combination; `make test-versions ARGS="--only all"` runs them all.',
+        "",
+        (
+            "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | "
+            "testing | date | commit |"
+        ),
         "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
-        *(f"| {' | '.join([*cells(row), row.where['date'], row.where['commit']])} |" for row in rows), "",
+        *(
+            f"| {' | '.join([*cells(row), row.where['date'], row.where['commit']])} |"
+            for row in rows
+        ),
+        "",
     ]
     for machine in dict.fromkeys(row.where["machine"] for row in rows):
         where = [str(row.combination) for row in rows if row.where["machine"] == machine]
         lines += [f"Measured on {machine}: {'; '.join(where)}.", ""]
-    lines += ["`torchfunc-jax doctor` says which of these you have, and lists its known faults.", ""]
+    lines += [
+        "`torchfunc-jax doctor` says which of these you have, and lists its known faults.",
+        "",
+    ]
     if any(not row.right for row in rows):
         lines += ["## What failed", ""]
         for row in rows:
@@ -354,18 +504,36 @@ def load() -> list[Row]:
 
 
 def write(rows: list[Row]) -> None:
-    """Put rows in the place of those of the same combination, and write versions.json and versions.md."""
+    """Put rows in the place of those of the same combination, and write versions.json and
+    versions.md.
+    """
     merged = {row.combination: row for row in [*load(), *rows]}
-    ordered = sorted(merged.values(), key=lambda row: [[int(n) for n in re.findall(r"\d+", v)] for v in row.combination[1:]])
+    ordered = sorted(
+        merged.values(),
+        key=lambda row: [[int(n) for n in re.findall(r"\d+", v)] for v in row.combination[1:]],
+    )
     RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
     PAGE.write_text(page(ordered))
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[Combination], Callable[[str, int, int], None]]]:
+def _progress(
+    console: Console,
+) -> Iterator[Callable[[Combination], Callable[[str, int, int], None]]]:
     """A bar for each combination; without a terminal, a line for each tenth."""
-    done = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.fields[failed]}")
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), *done, console=console, disable=not console.is_terminal) as bar:
+    done = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        *done,
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
 
         def begin(combination: Combination) -> Callable[[str, int, int], None]:
             task = bar.add_task(str(combination), total=None, failed="")
@@ -374,11 +542,19 @@ def _progress(console: Console) -> Iterator[Callable[[Combination], Callable[[st
             def on_stage(stage: str, done: int, failed: int) -> None:
                 nonlocal said
                 runs, words = stage == "testing", f"{failed} failed" if failed else ""
-                bar.update(task, description=f"{combination}: {stage}", total=100 if runs else None, completed=done, failed=words)
+                bar.update(
+                    task,
+                    description=f"{combination}: {stage}",
+                    total=100 if runs else None,
+                    completed=done,
+                    failed=words,
+                )
                 if not console.is_terminal and said != (stage, done // 10):
                     said = (stage, done // 10)
                     percent = f" {done} % {words}".rstrip() if runs else ""
-                    console.print(f"{combination}: {stage}{percent}", highlight=False, soft_wrap=True)
+                    console.print(
+                        f"{combination}: {stage}{percent}", highlight=False, soft_wrap=True
+                    )
 
             return on_stage
 
@@ -387,18 +563,38 @@ def _progress(console: Console) -> Iterator[Callable[[Combination], Callable[[st
 
 def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python docs/versions.py", description="Run the core of the tests on several versions of Python, PyTorch and JAX.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python docs/versions.py",
+        description="Run the core of the tests on several versions of Python, PyTorch and JAX.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     which = "oldest, newest, all, or PYTHON,TORCH,JAX; again for more (oldest and newest)"
     parser.add_argument("--only", action="append", metavar="WHICH", help=which)
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (2)")
-    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="these test files, in the place of all")
-    parser.add_argument("--limit", type=float, default=60, metavar="MINUTES", help="stop the tests of a combination after so long (60)")
-    parser.add_argument("--delete", action="store_true", help="delete each environment after its tests")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="these test files, in the place of all",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60,
+        metavar="MINUTES",
+        help="stop the tests of a combination after so long (60)",
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="delete each environment after its tests"
+    )
     possible = "what cannot be installed here, or takes too long, is named and is no failure"
     parser.add_argument("--if-possible", action="store_true", help=possible)
-    parser.add_argument("--no-write", action="store_true", help="leave docs/versions.md and docs/versions.json as they are")
+    parser.add_argument(
+        "--no-write",
+        action="store_true",
+        help="leave docs/versions.md and docs/versions.json as they are",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(argv)
 

@@ -1,13 +1,16 @@
-"""Counts how a call moves through the house: files entered, moves from one file to another, and Python calls.
+"""Counts how a call moves through the house: files entered, moves from one file to another, and
+Python calls.
 
     python tools/moves.py            a table: un-jitted and jitted, first call and again
     python tools/moves.py --trace    and each call of the un-jitted one that comes again, in order
 
-The call is ``vmap(grad(loss), (None, 0, 0))(params, x, y)`` with a loss of five operators, in a process that has called another
-transform, which imports what is imported when it is needed. What counts are calls of functions in files of
-bridge and torchfunc_jax; a move is such a call from one file of ours to another.  Comprehensions are calls before Python 3.12, so they are
-left out everywhere.
+The call is ``vmap(grad(loss), (None, 0, 0))(params, x, y)`` with a loss of five operators, in a
+process that has called another transform, which imports what is imported when it is needed. What
+counts are calls of functions in files of bridge and torchfunc_jax; a move is such a call from one
+file of ours to another. Comprehensions are calls before Python 3.12, so they are left out
+everywhere.
 """
+
 from __future__ import annotations
 
 import sys
@@ -22,7 +25,9 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 class Moves(NamedTuple):
-    """What a call has entered: its files, the moves between them, and (file, function, whether it is a move) of each call in order."""
+    """What a call has entered: its files, the moves between them, and (file, function, whether it
+    is a move) of each call in order.
+    """
 
     files: int
     moves: int
@@ -58,7 +63,11 @@ def main() -> None:
 
     torchfunc_jax.jit(torchfunc_jax.vmap(torch.cos))(torch.ones(3))
     torch.manual_seed(0)
-    params, x, y = {"w": torch.randn(3, 2), "b": torch.randn(2)}, torch.randn(5, 3), torch.randn(5, 2)
+    params, x, y = (
+        {"w": torch.randn(3, 2), "b": torch.randn(2)},
+        torch.randn(5, 3),
+        torch.randn(5, 2),
+    )
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return ((torch.tanh(x @ params["w"] + params["b"]) - y) ** 2).sum()
@@ -72,7 +81,13 @@ def main() -> None:
             if turn != "second":
                 print(f"{name + ', ' + turn:20}{found.files:8}{found.moves:8}{len(found.calls):8}")
         if name == "un-jitted" and "--trace" in sys.argv:
-            print(*[f"{'  ->' if moved else '    '} {file}:{function}" for file, function, moved in found.calls], sep="\n")
+            print(
+                *[
+                    f"{'  ->' if moved else '    '} {file}:{function}"
+                    for file, function, moved in found.calls
+                ],
+                sep="\n",
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""What mkdocs is told beyond mkdocs.yml: pages and files from outside of docs/, and where the examples of docstrings are.
+"""What mkdocs is told beyond mkdocs.yml: pages and files from outside of docs/, and where the
+examples of docstrings are.
 
-The pages are written to be read in the repository, where a link names a file beside the page.  On the site, files outside of docs/ that a
-page links to get an address of their own: README, CONTRIBUTING, SECURITY and notebooks become pages, everything else a file under source/.
+The pages are written to be read in the repository, where a link names a file beside the page. On
+the site, files outside of docs/ that a page links to get an address of their own: README,
+CONTRIBUTING, SECURITY and notebooks become pages, everything else a file under source/.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,16 +20,25 @@ from mkdocs.structure.pages import Page
 
 
 class Examples(griffe.Extension):
-    """Lets griffe see the section "Example:" of our docstrings, which it knows as "Examples:" alone, so that it is shown as code."""
+    """Lets griffe see the section "Example:" of our docstrings, which it knows as "Examples:"
+    alone, so that it is shown as code.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
+            )
 
 
 ROOT = Path(__file__).resolve().parent.parent
 #: where pages of the top of the repository are on the site
-PAGES = {"README.md": "index.md", "docs/README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PAGES = {
+    "README.md": "index.md",
+    "docs/README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 _TOPS = {address: path for path, address in PAGES.items() if "/" not in path}
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#\s]+)")
 
@@ -42,19 +54,28 @@ def address_of(path: str) -> str:
 
 def linked(page: Path) -> list[str]:
     """The files of the repository that a page links to, by their paths from its root."""
-    found = {os.path.relpath((page.parent / target).resolve(), ROOT) for _, target in _LINK.findall(page.read_text())}
+    found = {
+        os.path.relpath((page.parent / target).resolve(), ROOT)
+        for _, target in _LINK.findall(page.read_text())
+    }
     return sorted(path for path in found if (ROOT / path).exists() and not path.startswith(".."))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and files that are outside of docs/."""
     written = [*(ROOT / path for path in _TOPS.values()), *sorted((ROOT / "docs").rglob("*.md"))]
-    wanted = {*_TOPS.values(), *(path for page in written for path in linked(page))} - {"docs/README.md"}
+    wanted = {*_TOPS.values(), *(path for page in written for path in linked(page))} - {
+        "docs/README.md"
+    }
     for path in sorted(wanted):
         address = address_of(path)
         if files.get_file_from_path(address) is None:
             is_file = (ROOT / path).is_file()
-            listing = None if is_file else "\n".join(sorted(p.name for p in (ROOT / path).iterdir())) + "\n"
+            listing = (
+                None
+                if is_file
+                else "\n".join(sorted(p.name for p in (ROOT / path).iterdir())) + "\n"
+            )
             source = {"abs_src_path": str(ROOT / path)} if is_file else {"content": listing}
             files.append(File.generated(config, address if is_file else f"{address}.txt", **source))
     return files

@@ -1,11 +1,14 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
+
 from torchfunc_jax import _own_bridge  # noqa: F401  before anything is imported from bridge
 
 # isort: split
 from bridge.blocks import scan_blocks
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
-from bridge.record import functions as _functions  # noqa: F401  lets records contain autograd.Function and torch.utils.checkpoint
+
+# lets records contain autograd.Function and torch.utils.checkpoint
+from bridge.record import functions as _functions  # noqa: F401
 from bridge.record.programs import cold
 from bridge.trace.attention_scores import attention_scores
 from bridge.trace.torch_numbers import random_numbers
@@ -46,12 +49,44 @@ from torchfunc_jax.patching import OURS, patch
 rearrange = torch_rearrange()
 
 __all__ = [
-    "FunctionalModule", "FunctionalModuleWithBuffers", "attention_scores", "chunk_vmap", "cold", "combine_state_for_ensemble",
-    "debug_unwrap", "explain", "export", "functional_call", "functional_init", "functional_init_with_buffers", "functionalize",
-    "grad", "grad_and_value", "hessian", "hvp", "jacfwd", "jacobian_diagonal", "jacrev", "jet", "jit", "jvp", "laplacian",
-    "linearize", "make_functional", "make_functional_deprecated_v1", "make_functional_with_buffers",
-    "make_functional_with_buffers_deprecated_v1", "patch", "random_numbers", "rearrange", "replace_all_batch_norm_modules_",
-    "scan_blocks", "stack_module_state", "testing", "vjp", "vmap",
+    "FunctionalModule",
+    "FunctionalModuleWithBuffers",
+    "attention_scores",
+    "chunk_vmap",
+    "cold",
+    "combine_state_for_ensemble",
+    "debug_unwrap",
+    "explain",
+    "export",
+    "functional_call",
+    "functional_init",
+    "functional_init_with_buffers",
+    "functionalize",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "hvp",
+    "jacfwd",
+    "jacobian_diagonal",
+    "jacrev",
+    "jet",
+    "jit",
+    "jvp",
+    "laplacian",
+    "linearize",
+    "make_functional",
+    "make_functional_deprecated_v1",
+    "make_functional_with_buffers",
+    "make_functional_with_buffers_deprecated_v1",
+    "patch",
+    "random_numbers",
+    "rearrange",
+    "replace_all_batch_norm_modules_",
+    "scan_blocks",
+    "stack_module_state",
+    "testing",
+    "vjp",
+    "vmap",
 ]
 
 vars(OURS).update({name: globals()[name] for name in __all__})

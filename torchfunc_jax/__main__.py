@@ -1,4 +1,7 @@
-"""``python -m torchfunc_jax`` runs the command ``torchfunc-jax`` if its script is not on the path."""
+"""``python -m torchfunc_jax`` runs the command ``torchfunc-jax`` if its
+script is not on the path.
+"""
+
 from torchfunc_jax.cli import main
 
 if __name__ == "__main__":

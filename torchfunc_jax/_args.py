@@ -1,4 +1,5 @@
 """Checks that several transforms share: argnums, tuples of tensors, outputs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def check(argnums: Any) -> None:
     if not isinstance(argnums, int | tuple):
         call = "the inputs are arguments of what the transform returns: grad(f)(x), not grad(f, x)"
         instead = call if is_array(argnums) else "for example (0, 1)"
-        raise RuntimeError(f"argnums must be int or Tuple[int, ...], got: {type(argnums)}; {instead}")
+        raise RuntimeError(
+            f"argnums must be int or Tuple[int, ...], got: {type(argnums)}; {instead}"
+        )
 
 
 def _position(argnum: Any, count: int) -> int:
@@ -50,8 +53,8 @@ def _position(argnum: Any, count: int) -> int:
         raise RuntimeError(f"argnum must be int, got: {type(argnum)}")
     if not -count <= argnum < count:
         raise RuntimeError(
-            f"Got argnum={argnum}, but only {count} positional inputs; argnums counts them from 0, and what is differentiated is given by "
-            "its position, not by its name"
+            f"Got argnum={argnum}, but only {count} positional inputs; argnums counts them from 0, "
+            "and what is differentiated is given by its position, not by its name"
         )
     return argnum % count
 
@@ -62,45 +65,69 @@ def dtype_of(x: torch.Tensor | jax.Array) -> torch.dtype:
 
 
 def differentiable(leaves: list[Any], api: str) -> None:
-    """Refuse leaves that a transform cannot differentiate with respect to: only tensors of a floating or complex dtype pass."""
+    """Refuse leaves that a transform cannot differentiate with respect to: only tensors of a
+    floating or complex dtype pass.
+    """
     for x in leaves:
         if type(x) is Sparse:
             raise SparseOperand(
-                x.tensor(), f" among what {api} differentiates; make it inside the function, of indices and of values that are an argument"
+                x.tensor(),
+                f" among what {api} differentiates; make it inside the function, of indices and of "
+                "values that are an argument",
             )
         if not isinstance(x, ARRAYS):
-            raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}; {api}: {_instead_of(x)}")
+            raise ValueError(
+                f"Thing passed to transform API must be Tensor, got {type(x)}; {api}: "
+                f"{_instead_of(x)}"
+            )
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex()):
             if api.startswith(_FORWARD):
-                raise ValueError(f"{api}: Expected primal to be floating point or complex, but got: {x.dtype}; convert it with .float()")
+                raise ValueError(
+                    f"{api}: Expected primal to be floating point or complex, but got: {x.dtype}; "
+                    "convert it with .float()"
+                )
             raise RuntimeError(
-                f"{api}: only Tensors of floating point and complex dtype can require gradients, got an input of dtype {x.dtype}; "
-                "convert it with .float()"
+                f"{api}: only Tensors of floating point and complex dtype can require gradients, "
+                f"got an input of dtype {x.dtype}; convert it with .float()"
             )
 
 
 def _instead_of(x: Any) -> str:
     """What to give in the place of an argument that cannot be differentiated."""
-    if isinstance(x, nn.Module | Iterator):  # a module, or what its parameters() and named_parameters() return
-        return "give the parameters as a dict, dict(module.named_parameters()), and call the module by functional_call(module, params, x)"
+    # a module, or what its parameters() and named_parameters() return
+    if isinstance(x, nn.Module | Iterator):
+        return (
+            "give the parameters as a dict, dict(module.named_parameters()), and call the module "
+            "by functional_call(module, params, x)"
+        )
     if isinstance(x, np.ndarray | np.number | float | int | complex):
-        return "make a tensor of it by torch.as_tensor, or choose by argnums which arguments are differentiated"
+        return (
+            "make a tensor of it by torch.as_tensor, or choose by argnums which arguments are "
+            "differentiated"
+        )
     return "choose by argnums which arguments are differentiated; all of their leaves are tensors"
 
 
 def non_empty_tensors(output: list[Any], api: str) -> None:
     """Refuse a function's output without leaves, or with leaves that are not tensors."""
     if not output or (len(output) == 1 and output[0] is None):
-        raise RuntimeError(f"{api}: Expected f to be a function that has non-empty output (got output = {output})")
+        raise RuntimeError(
+            f"{api}: Expected f to be a function that has non-empty output (got output = {output})"
+        )
     for o in output:
         if not isinstance(o, torch.Tensor):
-            raise RuntimeError(f"{api}: expected f(*primals) to return only tensors, got unsupported type {type(o)}")
+            raise RuntimeError(
+                f"{api}: expected f(*primals) to return only tensors, got "
+                f"unsupported type {type(o)}"
+            )
 
 
 def pair(output: Any, api: str) -> tuple[Any, Any]:
     """The (output, aux) of a function called with has_aux=True."""
     if not (isinstance(output, tuple) and len(output) == 2):
-        raise RuntimeError(f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True")
+        raise RuntimeError(
+            f"{api}: output of function f should be a tuple: (output, aux) if has_aux is True"
+        )
     return output
 
 
@@ -117,11 +144,17 @@ def real(api: str, tree: Any, what: str) -> None:
     """Refuse complex tensors, as jacrev and jacfwd do."""
     for i, x in enumerate(trees.flatten(tree)[0]):
         if isinstance(x, torch.Tensor) and x.is_complex():
-            raise RuntimeError(f"{api}: Expected all {what} to be real but received complex tensor at flattened input idx: {i}")
+            raise RuntimeError(
+                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
+                f"input idx: {i}"
+            )
 
 
-def to_pull_back(out: Any, has_aux: bool, api: str, check: Callable[[list[Any]], None] | None = None) -> tuple[list[Any], Any]:
-    """The tensors that a function under vjp or jacrev returned, outputs first, and (spec, number of outputs, spec of aux).
+def to_pull_back(
+    out: Any, has_aux: bool, api: str, check: Callable[[list[Any]], None] | None = None
+) -> tuple[list[Any], Any]:
+    """The tensors that a function under vjp or jacrev returned, outputs first, and (spec, number of
+    outputs, spec of aux).
 
     check: raises for outputs that the transform does not take.
     """
@@ -135,5 +168,8 @@ def to_pull_back(out: Any, has_aux: bool, api: str, check: Callable[[list[Any]],
         check(leaves)
     for o in leaves:
         if not (o.is_floating_point() or o.is_complex()):
-            raise RuntimeError(f"vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got Tensor with dtype {o.dtype}")
+            raise RuntimeError(
+                "vjp(f, ...): All outputs of f must be floating-point or complex Tensors, got "
+                f"Tensor with dtype {o.dtype}"
+            )
     return [*leaves, *aux_tensors], (spec, len(leaves), aux_spec)

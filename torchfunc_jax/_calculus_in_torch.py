@@ -1,4 +1,7 @@
-"""hvp, jacobian_diagonal, laplacian and jet by nested transforms of torch.func's: for calls that torch must see (handing_over.py)."""
+"""hvp, jacobian_diagonal, laplacian and jet by nested transforms of torch.func's: for calls that
+torch must see (handing_over.py).
+"""
+
 from __future__ import annotations
 
 import math
@@ -6,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.func import grad_and_value, jvp, vmap  # torch's own, even after ``patch()`` has replaced them
+
+# torch's own, even after ``patch()`` has replaced them
+from torch.func import grad_and_value, jvp, vmap
 from torch.utils import _pytree as pytree
 
 
@@ -17,26 +22,43 @@ def hvp(func: Callable[..., Any], primals: Any, tangents: Any, *, has_aux: bool 
     return (value[0], product, value[1]) if has_aux else (value, product)
 
 
-def jacobian_diagonal(func: Callable[..., Any], argnums: Any = 0, *, randomness: str = "error", chunk_size: Any = None) -> Any:
+def jacobian_diagonal(
+    func: Callable[..., Any], argnums: Any = 0, *, randomness: str = "error", chunk_size: Any = None
+) -> Any:
     def of(args: tuple[Any, ...], n: int) -> Any:
         primals, spec = pytree.tree_flatten(args[n])
 
         def entries(*tangents: torch.Tensor) -> Any:
-            pushed = jvp(lambda x: func(*args[:n], x, *args[n + 1 :]), (args[n],), (pytree.tree_unflatten(tangents, spec),))[1]
+            pushed = jvp(
+                lambda x: func(*args[:n], x, *args[n + 1 :]),
+                (args[n],),
+                (pytree.tree_unflatten(tangents, spec),),
+            )[1]
             outs = pytree.tree_leaves(pushed)
-            return tuple([torch.where(t != 0, out, torch.zeros_like(out)).sum() for t, out in zip(tangents, outs, strict=True)])
+            return tuple(
+                [
+                    torch.where(t != 0, out, torch.zeros_like(out)).sum()
+                    for t, out in zip(tangents, outs, strict=True)
+                ]
+            )
 
         columns = _along_units(entries, primals, randomness, chunk_size)
         parts = [column.split([p.numel() for p in primals])[k] for k, column in enumerate(columns)]
-        return pytree.tree_unflatten([part.reshape(p.shape) for part, p in zip(parts, primals, strict=True)], spec)
+        return pytree.tree_unflatten(
+            [part.reshape(p.shape) for part, p in zip(parts, primals, strict=True)], spec
+        )
 
     def diagonal(*args: Any) -> Any:
-        return of(args, argnums) if isinstance(argnums, int) else tuple([of(args, n) for n in argnums])
+        return (
+            of(args, argnums) if isinstance(argnums, int) else tuple([of(args, n) for n in argnums])
+        )
 
     return diagonal
 
 
-def laplacian(func: Callable[..., Any], argnums: Any = 0, *, randomness: str = "error", chunk_size: Any = None) -> Any:
+def laplacian(
+    func: Callable[..., Any], argnums: Any = 0, *, randomness: str = "error", chunk_size: Any = None
+) -> Any:
     def of(*args: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         primals, spec = pytree.tree_flatten([args[n] for n in positions])
@@ -50,12 +72,16 @@ def laplacian(func: Callable[..., Any], argnums: Any = 0, *, randomness: str = "
         def second(*tangents: torch.Tensor) -> Any:
             return jvp(lambda *xs: jvp(along, xs, tangents)[1], tuple(primals), tangents)[1]
 
-        return pytree.tree_map(lambda t: t.sum(0), _along_units(second, primals, randomness, chunk_size))
+        return pytree.tree_map(
+            lambda t: t.sum(0), _along_units(second, primals, randomness, chunk_size)
+        )
 
     return of
 
 
-def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: bool = True) -> tuple[Any, Any]:
+def jet(
+    func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: bool = True
+) -> tuple[Any, Any]:
     order = len(series[0])
     scale = [math.factorial(k) if factorial_scaled else 1 for k in range(1, order + 1)]
 
@@ -81,14 +107,26 @@ def jet(func: Callable[..., Any], primals: Any, series: Any, factorial_scaled: b
     output, *rest = every(torch.zeros((), dtype=torch.float64))
     leaves, spec = pytree.tree_flatten(output)
     terms = [pytree.tree_leaves(r) for r in rest]
-    scaled = [[c[i] * s / math.factorial(k) for k, (c, s) in enumerate(zip(terms, scale, strict=True), 1)] for i in range(len(leaves))]
+    scaled = [
+        [c[i] * s / math.factorial(k) for k, (c, s) in enumerate(zip(terms, scale, strict=True), 1)]
+        for i in range(len(leaves))
+    ]
     return output, pytree.tree_unflatten(scaled, spec)
 
 
-def _along_units(push: Callable[..., Any], primals: list[torch.Tensor], randomness: str, chunk_size: Any) -> Any:
-    """``push`` of each unit vector of the space of all primals together, given as one tangent for each primal."""
+def _along_units(
+    push: Callable[..., Any], primals: list[torch.Tensor], randomness: str, chunk_size: Any
+) -> Any:
+    """``push`` of each unit vector of the space of all primals together, given as one tangent for
+    each primal.
+    """
     sizes = [p.numel() for p in primals]
     units = [
-        torch.eye(sum(sizes), dtype=p.dtype, device=p.device).split(sizes, 1)[k].reshape(-1, *p.shape) for k, p in enumerate(primals)
+        torch.eye(sum(sizes), dtype=p.dtype, device=p.device)
+        .split(sizes, 1)[k]
+        .reshape(-1, *p.shape)
+        for k, p in enumerate(primals)
     ]
-    return vmap(push, randomness=randomness, chunk_size=None if chunk_size == "auto" else chunk_size)(*units)
+    return vmap(
+        push, randomness=randomness, chunk_size=None if chunk_size == "auto" else chunk_size
+    )(*units)

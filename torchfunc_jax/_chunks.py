@@ -1,4 +1,7 @@
-"""Chunks of a vmap: how many lanes fit into the memory (``chunk_size="auto"``), by what XLA says of programs; and chunks as a loop."""
+"""Chunks of a vmap: how many lanes fit into the memory (``chunk_size="auto"``), by what XLA says of
+programs; and chunks as a loop.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,12 @@ _TRIALS = 6  # how many programs are compiled at most
 
 
 def fitting(
-    size: int, run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], limit: int | None, chosen: dict[Any, int]
+    size: int,
+    run: Callable[[list[Any], int], Any],
+    leaves: list[Any],
+    dims: list[int | None],
+    limit: int | None,
+    chosen: dict[Any, int],
 ) -> int:
     """The size of equal chunks, as large as fits into the memory.
 
@@ -48,7 +56,11 @@ def fitting(
     if key in chosen:
         return chosen[key]
     device = tensors.common_device(leaves)
-    where = jax.devices()[0] if device is None else devices.jax_device(device) or devices.find(str(device))
+    where = (
+        jax.devices()[0]
+        if device is None
+        else devices.jax_device(device) or devices.find(str(device))
+    )
     most = devices.free_memory(where) // 2 if limit is None else limit
     needed = functools.partial(_needed, run, leaves, dims)
     too_many, whole = size, needed(size)
@@ -58,8 +70,10 @@ def fitting(
     fits, least = 1, needed(1)
     if least > most:
         raise RuntimeError(
-            f'vmap: chunk_size="auto": expected a chunk to take at most {most:,} bytes (memory_limit, or half of the free memory), but one '
-            f"lane alone takes {least:,}; raise memory_limit, or give the function smaller arguments or fewer outputs"
+            f'vmap: chunk_size="auto": expected a chunk to take at most {most:,} bytes '
+            "(memory_limit, or half of the free memory), but one "
+            f"lane alone takes {least:,}; raise memory_limit, or give the function smaller "
+            "arguments or fewer outputs"
         )
     for _ in range(_TRIALS):  # the bytes grow with the lanes, nearly in a straight line
         if too_many - fits <= max(1, fits // 8):
@@ -75,18 +89,30 @@ def fitting(
     return chosen[key]
 
 
-def _needed(run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], lanes: int) -> int:
-    """The bytes that a program of that many lanes takes; nothing is computed, and torch's generator stays as it is."""
+def _needed(
+    run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], lanes: int
+) -> int:
+    """The bytes that a program of that many lanes takes; nothing is computed, and torch's generator
+    stays as it is.
+    """
     places = split_arrays(leaves)
     avals = []
     for i in places:
         a, d = aval(leaves[i]), dims[i]
-        avals.append(a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], lanes, *a.shape[d + 1 :]), a.dtype))
+        avals.append(
+            a
+            if d is None
+            else jax.ShapeDtypeStruct((*a.shape[:d], lanes, *a.shape[d + 1 :]), a.dtype)
+        )
 
     def values(*arrays: Any) -> list[Any]:
         given = replaced(leaves, places, arrays)
         # a level of its own takes back writes to tensors of outer levels, and has a key of its own
-        inside = contextlib.nullcontext() if state.level is None else push("plain", key=lambda: jax.random.key(0))
+        inside = (
+            contextlib.nullcontext()
+            if state.level is None
+            else push("plain", key=lambda: jax.random.key(0))
+        )
         with inside:
             outs = [x for x in trees.flatten(run(given, lanes))[0] if is_array(x)]
             return [value_of(x) if isinstance(x, torch.Tensor) else x for x in outs]
@@ -100,9 +126,15 @@ def _needed(run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[
 
 
 def looped(
-    run: Callable[[list[Any], int], Any], leaves: list[Any], dims: list[int | None], out_dims: Any, lanes: int, count: int
+    run: Callable[[list[Any], int], Any],
+    leaves: list[Any],
+    dims: list[int | None],
+    out_dims: Any,
+    lanes: int,
+    count: int,
 ) -> Any:
-    """The first ``count`` chunks of that many lanes as one loop of a program that is being traced; their results together.
+    """The first ``count`` chunks of that many lanes as one loop of a program that is being traced;
+    their results together.
 
     Raises:
         NotInLoopError: the function writes, draws random numbers, or checks values.
@@ -121,21 +153,36 @@ def looped(
             for i, value in zip(places, chunk, strict=True):
                 value = jnp.moveaxis(value, 0, dims[i])
                 if isinstance(leaves[i], torch.Tensor):
-                    part[i] = wrap(value, leaves[i].device, level).requires_grad_(leaves[i].requires_grad)
+                    part[i] = wrap(value, leaves[i].device, level).requires_grad_(
+                        leaves[i].requires_grad
+                    )
                 else:
                     part[i] = value
             outs, meta = take_apart(run(part, lanes))
             if level.writes:
                 raise NotInLoopError("a write, in a loop")
-            axes = [d for d, x in zip(trees.broadcast(out_dims, meta[0]) or [out_dims], meta[2], strict=True) if x]
+            axes = [
+                d
+                for d, x in zip(
+                    trees.broadcast(out_dims, meta[0]) or [out_dims], meta[2], strict=True
+                )
+                if x
+            ]
             found[:] = [meta, axes, [(x.device, x.requires_grad) for x in outs]]
-            return None, [value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0) for x, d in zip(outs, axes, strict=True)]
+            return None, [
+                value_of(x) if d is None else jnp.moveaxis(value_of(x), d, 0)
+                for x, d in zip(outs, axes, strict=True)
+            ]
 
     _, stacked = lax.scan(step, None, [rows(i) for i in places])
     meta, axes, kinds = found
     results = []
     for value, d, (device, grad) in zip(stacked, axes, kinds, strict=True):
-        whole = value[0] if d is None else jnp.moveaxis(value.reshape(count * lanes, *value.shape[2:]), 0, d)
+        whole = (
+            value[0]
+            if d is None
+            else jnp.moveaxis(value.reshape(count * lanes, *value.shape[2:]), 0, d)
+        )
         out = wrap(whole, device)
         if grad:
             out.requires_grad_()

@@ -1,4 +1,5 @@
 """A description of the machine on which a number was measured."""
+
 from __future__ import annotations
 
 import os
@@ -13,7 +14,9 @@ from bridge.version import __version__
 
 
 def machine(device: jax.Device | None = None) -> dict[str, Any]:
-    """A description of the machine on which a number is measured: processor, cores, device and versions."""
+    """A description of the machine on which a number is measured: processor, cores, device and
+    versions.
+    """
     device = jax.devices()[0] if device is None else device
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

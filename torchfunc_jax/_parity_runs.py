@@ -1,4 +1,7 @@
-"""One side of a parity check: the function under torch.func or under this library, run on copies, and each call's outcome."""
+"""One side of a parity check: the function under torch.func or under this library, run on copies,
+and each call's outcome.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -20,12 +23,15 @@ from torchfunc_jax._parity_compare import Outcome
 from torchfunc_jax._parity_transforms import Make, direction, has_derivatives
 
 _BRIDGE = os.path.dirname(bridge.__file__)
-#: The factor of a second call's numbers, on which the program that the first call compiled has to run too.
+#: The factor of a second call's numbers, on which the program that the first call compiled has to
+#: run too.
 OTHER = 0.75
 
 
 def derived(*what: Any) -> int:
-    """A seed made by a hash, so that seed 0 here draws other numbers than torch.manual_seed(0) does."""
+    """A seed made by a hash, so that seed 0 here draws other numbers than torch.manual_seed(0)
+    does.
+    """
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "big") >> 1
 
 
@@ -33,7 +39,13 @@ class Side:
     """A function under a transform of one library; its module, if it is one, is a copy."""
 
     def __init__(
-        self, api: Any, make: Make, fn: Any, args: Any, kwargs: Any, compiled: Callable[[Any], Any] = lambda f: f,
+        self,
+        api: Any,
+        make: Make,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        compiled: Callable[[Any], Any] = lambda f: f,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.fn = copy.deepcopy(fn) if isinstance(fn, nn.Module) else fn
@@ -43,7 +55,9 @@ class Side:
         self.start = _State(self.fn)
 
     def calls(self, seeds: list[int], watch: bool = False) -> list[Outcome]:
-        """A call on the inputs and, with two seeds, a call with other numbers in the inputs and the module's parameters."""
+        """A call on the inputs and, with two seeds, a call with other numbers in the inputs and the
+        module's parameters.
+        """
         outcomes = []
         for i, seed in enumerate(seeds):
             if i:
@@ -52,7 +66,9 @@ class Side:
         return outcomes
 
     def call(self, seed: int | None, factor: float = 1.0, watch: bool = False) -> Outcome:
-        """One call on fresh copies of the inputs; seed None: generators keep their state; watch: note whether our code runs."""
+        """One call on fresh copies of the inputs; seed None: generators keep their state; watch:
+        note whether our code runs.
+        """
         outcome = Outcome()
         inputs = _fresh(self.inputs, factor, reseed=seed is None)
         before = _fresh(inputs)
@@ -72,13 +88,20 @@ class Side:
             return outcome
         finally:
             outcome.in_ours = not watch or bool(ran)
-            outcome.drew = any(not torch.equal(a, b) for a, b in zip(drawn, _generator_states(generators)))
+            outcome.drew = any(
+                not torch.equal(a, b) for a, b in zip(drawn, _generator_states(generators))
+            )
         self._note(outcome, output, inputs)
-        names = [(f"input[{key!r}]", value, old) for key, value, old in (
-            *((i, v, o) for i, (v, o) in enumerate(zip(inputs[0], before[0], strict=True))),
-            *((k, v, before[1][k]) for k, v in inputs[1].items()),
-        )]
-        outcome.changed = self.start.changed() or any(not _identical(value, old) for _, value, old in names)
+        names = [
+            (f"input[{key!r}]", value, old)
+            for key, value, old in (
+                *((i, v, o) for i, (v, o) in enumerate(zip(inputs[0], before[0], strict=True))),
+                *((k, v, before[1][k]) for k, v in inputs[1].items()),
+            )
+        ]
+        outcome.changed = self.start.changed() or any(
+            not _identical(value, old) for _, value, old in names
+        )
         outcome.parts.update({name: _opened(value) for name, value, _ in names})
         for name, value, _ in names:
             for x in trees.flatten(value)[0]:
@@ -91,18 +114,33 @@ class Side:
         """Note the output, and its gradients by torch's autograd."""
         outcome.parts["output"] = _opened(output)
         outs = [x for x in trees.flatten(output)[0] if has_derivatives(x) and x.requires_grad]
-        wanted = {f"input[{key!r}]{list(path) if path else ''}": x for key, tree in (*enumerate(inputs[0]), *inputs[1].items())
-                  for path, x in zip(trees.paths(trees.flatten(tree)[1]), trees.flatten(tree)[0])}
-        wanted = {k: x for k, x in {**wanted, **self.start.tensors()}.items() if has_derivatives(x) and x.requires_grad}
+        wanted = {
+            f"input[{key!r}]{list(path) if path else ''}": x
+            for key, tree in (*enumerate(inputs[0]), *inputs[1].items())
+            for path, x in zip(trees.paths(trees.flatten(tree)[1]), trees.flatten(tree)[0])
+        }
+        wanted = {
+            k: x
+            for k, x in {**wanted, **self.start.tensors()}.items()
+            if has_derivatives(x) and x.requires_grad
+        }
         if not outs or not wanted:
             return
         try:
             with self.around():
-                grads = torch.autograd.grad(outs, list(wanted.values()), list(map(direction, outs)), retain_graph=True, allow_unused=True)
+                grads = torch.autograd.grad(
+                    outs,
+                    list(wanted.values()),
+                    list(map(direction, outs)),
+                    retain_graph=True,
+                    allow_unused=True,
+                )
         except Exception as error:
             outcome.no_gradient = error
             return
-        outcome.parts.update({f"gradient of {name}": g for name, g in zip(wanted, grads, strict=True)})
+        outcome.parts.update(
+            {f"gradient of {name}": g for name, g in zip(wanted, grads, strict=True)}
+        )
 
     def restore(self) -> None:
         """Restore the first values of the module and the captured tensors."""
@@ -110,13 +148,19 @@ class Side:
 
 
 def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: list[int]) -> Outcome:
-    """PyTorch's outcome of the last of ``calls`` with all floating-point numbers in float64, or an outcome with its error."""
+    """PyTorch's outcome of the last of ``calls`` with all floating-point numbers in float64, or an
+    outcome with its error.
+    """
     widened = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
     def one(x: Any) -> Any:
         if isinstance(x, nn.Module):
             return copy.deepcopy(x).double()
-        return x.detach().to(widened.get(x.dtype, torch.float64)).requires_grad_(x.requires_grad) if has_derivatives(x) else x
+        return (
+            x.detach().to(widened.get(x.dtype, torch.float64)).requires_grad_(x.requires_grad)
+            if has_derivatives(x)
+            else x
+        )
 
     default = torch.get_default_dtype()
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -126,7 +170,9 @@ def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: lis
                 held.append((t, t.data))
                 t.data = t.data.to(widened.get(t.dtype, torch.float64))
         torch.set_default_dtype(torch.float64)
-        side = Side(api, make, one(fn), *(trees.map_leaves(one, tree) for tree in (args, kwargs or {})))
+        side = Side(
+            api, make, one(fn), *(trees.map_leaves(one, tree) for tree in (args, kwargs or {}))
+        )
         return side.calls(seeds)[-1]
     except Exception as error:
         return Outcome(error=error)
@@ -136,7 +182,7 @@ def in_float64(make: Make, api: Any, fn: Any, args: Any, kwargs: Any, seeds: lis
             t.data = data
 
 
-# -- the module's and captured tensors ---------------------------------------------------------------------------------------------
+# -- the module's and captured tensors -------------------------------------------------------------
 def _captured(fn: Any) -> dict[str, torch.Tensor]:
     """The tensors that a function captures, by a name for the report."""
     found: dict[str, torch.Tensor] = {}
@@ -148,37 +194,60 @@ def _captured(fn: Any) -> dict[str, torch.Tensor]:
 
 
 class _State:
-    """The parameters and buffers of a module, or the captured tensors of a function, as they were when this was made."""
+    """The parameters and buffers of a module, or the captured tensors of a function, as they were
+    when this was made.
+    """
 
     def __init__(self, fn: Any) -> None:
         self.module = fn if isinstance(fn, nn.Module) else None
         self.fn = fn
-        self.places = [] if self.module is None else [
-            (f"state[{'.'.join(filter(None, (prefix, name)))!r}]", m, name, t)
-            for prefix, m in self.module.named_modules(remove_duplicate=False)
-            for name, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
-        ]
+        self.places = (
+            []
+            if self.module is None
+            else [
+                (f"state[{'.'.join(filter(None, (prefix, name)))!r}]", m, name, t)
+                for prefix, m in self.module.named_modules(remove_duplicate=False)
+                for name, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+            ]
+        )
         self.first = {name: t.detach().clone() for name, t in self._originals().items()}
         self.grads = {name: t.grad for name, t in self._originals().items() if t.is_leaf}
 
     def _originals(self) -> dict[str, torch.Tensor]:
-        return {name: t for name, _, _, t in self.places} if self.module is not None else _captured(self.fn)
+        return (
+            {name: t for name, _, _, t in self.places}
+            if self.module is not None
+            else _captured(self.fn)
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The present tensors, by name."""
         if self.module is None:
             return _captured(self.fn)
-        return {name: x for name, m, key, _ in self.places if isinstance(x := getattr(m, key, None), torch.Tensor)}
+        return {
+            name: x
+            for name, m, key, _ in self.places
+            if isinstance(x := getattr(m, key, None), torch.Tensor)
+        }
 
     def changed(self) -> bool:
         """Whether a tensor was replaced or has other values than at first."""
         now = self.tensors()
-        return now.keys() != self.first.keys() or any(not _identical(t, self.first[name]) for name, t in now.items())
+        return now.keys() != self.first.keys() or any(
+            not _identical(t, self.first[name]) for name, t in now.items()
+        )
 
     def now(self) -> dict[str, torch.Tensor]:
         """Copies of the present tensors and of their ``.grad``."""
-        now = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in self.tensors().items()}
-        grads = {f"{name}.grad": t.grad.clone() for name, t in self.tensors().items() if t.is_leaf and t.grad is not None}
+        now = {
+            name: t.detach().clone().requires_grad_(t.requires_grad)
+            for name, t in self.tensors().items()
+        }
+        grads = {
+            f"{name}.grad": t.grad.clone()
+            for name, t in self.tensors().items()
+            if t.is_leaf and t.grad is not None
+        }
         return now | grads
 
     @torch.no_grad()
@@ -194,16 +263,22 @@ class _State:
 
     @torch.no_grad()
     def train(self) -> None:
-        """Change the module's parameters, as an optimizer's step would; captured tensors belong to the caller and are not changed."""
-        for t in {id(t): t for *_, t in self.places if isinstance(t, nn.Parameter) and has_derivatives(t)}.values():
+        """Change the module's parameters, as an optimizer's step would; captured tensors belong to
+        the caller and are not changed.
+        """
+        for t in {
+            id(t): t for *_, t in self.places if isinstance(t, nn.Parameter) and has_derivatives(t)
+        }.values():
             t.mul_(OTHER)
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 def _fresh(tree: Any, factor: float = 1.0, reseed: bool = False) -> Any:
-    """A copy of a tree with floating-point numbers multiplied by factor; reseed: its generators get seeds from torch's default one.
+    """A copy of a tree with floating-point numbers multiplied by factor; reseed: its generators get
+    seeds from torch's default one.
 
-    The same leaf twice is the same copy twice, tensors that share memory share it in the copy, requires_grad and strides stay.
+    The same leaf twice is the same copy twice, tensors that share memory share it in the copy,
+    requires_grad and strides stay.
     """
     memo: dict[Any, Any] = {}
 
@@ -224,27 +299,44 @@ def _copied(x: Any, factor: float, reseed: bool, memo: dict[Any, Any]) -> Any:
         return generator.manual_seed(int(torch.randint(2**62, ()))) if reseed else generator
     if not isinstance(x, torch.Tensor):
         return x
-    if type(x) not in (torch.Tensor, nn.Parameter) or x.layout is not torch.strided or x.is_conj() or x.is_neg() or not x.numel():
+    if (
+        type(x) not in (torch.Tensor, nn.Parameter)
+        or x.layout is not torch.strided
+        or x.is_conj()
+        or x.is_neg()
+        or not x.numel()
+    ):
         new = x.detach().clone()
         new = new * factor if factor != 1.0 and has_derivatives(x) else new
     else:
         key = x.untyped_storage().data_ptr(), x.dtype
         if key not in memo:
-            memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).clone()
+            memory = (
+                torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).clone()
+            )
             memo[key] = memory * factor if factor != 1.0 and has_derivatives(x) else memory
-        new = torch.empty(0, dtype=x.dtype, device=x.device).set_(memo[key].untyped_storage(), x.storage_offset(), x.shape, x.stride())
-    return nn.Parameter(new, x.requires_grad) if isinstance(x, nn.Parameter) else new.requires_grad_(x.requires_grad)
+        new = torch.empty(0, dtype=x.dtype, device=x.device).set_(
+            memo[key].untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        )
+    return (
+        nn.Parameter(new, x.requires_grad)
+        if isinstance(x, nn.Parameter)
+        else new.requires_grad_(x.requires_grad)
+    )
 
 
 def _opened(tree: Any) -> Any:
-    """The tree as it is now: tensors and arrays copied, and a module as its class and its state, which can be compared."""
+    """The tree as it is now: tensors and arrays copied, and a module as its class and its state,
+    which can be compared.
+    """
 
     def one(x: Any) -> Any:
         if isinstance(x, nn.Module):
             return {"class": type(x).__name__, **_State(x).now()}
         if type(x) in (torch.Tensor, nn.Parameter):
             return x.detach().clone().requires_grad_(x.requires_grad)
-        return "a generator" if isinstance(x, torch.Generator) else x  # its state counts draws, and this library draws differently
+        # its state counts draws, and this library draws differently
+        return "a generator" if isinstance(x, torch.Generator) else x
 
     return trees.map_leaves(one, tree)
 
@@ -255,15 +347,19 @@ def _identical(x: Any, y: Any) -> bool:
     if spec != other:
         return False
     for v, w in zip(a, b, strict=True):
-        if isinstance(v, torch.Tensor) and not (v.shape == w.shape and v.dtype == w.dtype and torch.equal(v.isnan(), w.isnan())
-                                               and torch.equal(v.nan_to_num(), w.nan_to_num())):
+        if isinstance(v, torch.Tensor) and not (
+            v.shape == w.shape
+            and v.dtype == w.dtype
+            and torch.equal(v.isnan(), w.isnan())
+            and torch.equal(v.nan_to_num(), w.nan_to_num())
+        ):
             return False
         if isinstance(v, np.ndarray) and not np.array_equal(v, w, equal_nan=v.dtype.kind in "fc"):
             return False
     return True
 
 
-# -- what a call does beside its output --------------------------------------------------------------------------------------------
+# -- what a call does beside its output ------------------------------------------------------------
 def _generator_states(given: list[torch.Generator]) -> list[torch.Tensor]:
     states = [torch.get_rng_state(), *(g.get_state() for g in given)]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -273,7 +369,9 @@ def _generator_states(given: list[torch.Generator]) -> list[torch.Tensor]:
 
 @contextmanager
 def _watched(ran: list[bool]) -> Iterator[None]:
-    """Append to ran when this thread calls code of the bridge, or if a profiler is on, because then that cannot be seen."""
+    """Append to ran when this thread calls code of the bridge, or if a profiler is on, because then
+    that cannot be seen.
+    """
     if sys.getprofile() is not None:
         ran.append(True)
         yield

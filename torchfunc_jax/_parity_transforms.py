@@ -1,4 +1,7 @@
-"""Transforms by name, for the parity tool: "vmap(grad, in_dims=(0, None))" becomes a function of (torch.func or torchfunc_jax, f)."""
+"""Transforms by name, for the parity tool: "vmap(grad, in_dims=(0, None))" becomes a function of
+(torch.func or torchfunc_jax, f).
+"""
+
 from __future__ import annotations
 
 import ast
@@ -10,7 +13,8 @@ import torch
 from bridge.convert import trees
 from torchfunc_jax._vmap import name_of
 
-#: A transform: "grad", "vmap(grad, in_dims=(None, 0))", or a function of (torch.func or torchfunc_jax, fn) that returns a function.
+#: A transform: "grad", "vmap(grad, in_dims=(None, 0))", or a function of (torch.func or
+#: torchfunc_jax, fn) that returns a function.
 Transform = str | Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 Make = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
@@ -26,7 +30,9 @@ def named(transform: Transform) -> tuple[str, Make]:
     try:
         return transform, _parsed(ast.parse(transform.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"transforms: {transform!r} is no nesting of torch.func's transforms: {error}") from None
+        raise ValueError(
+            f"transforms: {transform!r} is no nesting of torch.func's transforms: {error}"
+        ) from None
 
 
 def direction(x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +78,10 @@ def _of_floats(
     leaves, spec = trees.flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if has_derivatives(x)]
     if not where:
-        raise TypeError(f"{name}: expected a tensor of floating-point numbers among the arguments, got none; nothing can be differentiated")
+        raise TypeError(
+            f"{name}: expected a tensor of floating-point numbers among the arguments, got none; "
+            "nothing can be differentiated"
+        )
 
     def rest(*primals: torch.Tensor) -> Any:
         every = list(leaves)
@@ -84,9 +93,24 @@ def _of_floats(
     return rest, tuple(leaves[i] for i in where)
 
 
-# vjp, jvp and linearize return functions or need directions: they are called with fixed made-up directions.
-_WHOLE: dict[str, Make] = {"call": lambda api, f: f, "vjp": _vjp, "jvp": _jvp, "linearize": _linearize}
-_NAMES = ("chunk_vmap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "vmap")
+# vjp, jvp and linearize return functions or need directions: they are called with fixed made-up
+# directions.
+_WHOLE: dict[str, Make] = {
+    "call": lambda api, f: f,
+    "vjp": _vjp,
+    "jvp": _jvp,
+    "linearize": _linearize,
+}
+_NAMES = (
+    "chunk_vmap",
+    "functionalize",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "vmap",
+)
 
 
 def _parsed(node: ast.AST) -> Make:

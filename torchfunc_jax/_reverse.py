@@ -1,4 +1,5 @@
 """Reverse mode: grad, grad_and_value and vjp."""
+
 from __future__ import annotations
 
 import contextlib
@@ -29,20 +30,26 @@ from torchfunc_jax._args import argnums_t
 
 
 @handing_over.transform(torch.func.grad)
-def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of a function that returns a scalar; without ``jit``, func's Python runs at each call.
+def grad(
+    func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """The gradient of a function that returns a scalar; without ``jit``, func's Python runs at each
+    call.
 
     Args:
         func: returns a 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
-        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of floating tensors.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any
+            pytree of floating tensors.
         has_aux: whether func returns (output, aux).
 
     Returns:
-        Callable: takes func's arguments, returns the gradient(s), with the structure, shapes and dtypes of the arguments that argnums
+        Callable: takes func's arguments, returns the gradient(s), with the structure, shapes and
+            dtypes of the arguments that argnums
         picks; with has_aux a tuple (gradients, aux).
 
     Raises:
-        RuntimeError: the output is not a 0-dim tensor; argnums is out of range; an input to differentiate has an integer dtype.
+        RuntimeError: the output is not a 0-dim tensor; argnums is out of range; an input to
+            differentiate has an integer dtype.
         ValueError: an input to differentiate is not a tensor.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html
@@ -50,9 +57,9 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
     Example:
         >>> import torch
         >>> from torchfunc_jax import grad
-        >>> grad(lambda x: x ** 3)(torch.tensor(2.0))
+        >>> grad(lambda x: x**3)(torch.tensor(2.0))
         tensor(12.)
-        >>> grad(grad(lambda x: x ** 3))(torch.tensor(2.0))
+        >>> grad(grad(lambda x: x**3))(torch.tensor(2.0))
         tensor(12.)
     """
 
@@ -64,16 +71,20 @@ def grad(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
 
 
 @handing_over.transform(torch.func.grad_and_value)
-def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad_and_value(
+    func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """The gradient of a function that returns a scalar, together with the function's value.
 
     Args:
         func: returns a 0-dim floating tensor; with has_aux a tuple of it and a tree of tensors.
-        argnums: which positional argument(s) to differentiate with respect to; each may be any pytree of floating tensors.
+        argnums: which positional argument(s) to differentiate with respect to; each may be any
+            pytree of floating tensors.
         has_aux: whether func returns (output, aux).
 
     Returns:
-        Callable: takes func's arguments, returns (gradients, output), with has_aux (gradients, (output, aux)); the gradients have the
+        Callable: takes func's arguments, returns (gradients, output), with has_aux (gradients,
+            (output, aux)); the gradients have the
         structure, shapes and dtypes of the arguments that argnums picks.
 
     Raises:
@@ -84,7 +95,7 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
     Example:
         >>> import torch
         >>> from torchfunc_jax import grad_and_value
-        >>> grad_and_value(lambda x: (x ** 2).sum())(torch.tensor([1.0, 2.0]))
+        >>> grad_and_value(lambda x: (x**2).sum())(torch.tensor([1.0, 2.0]))
         (tensor([2., 4.]), tensor(5.))
     """
 
@@ -92,31 +103,60 @@ def grad_and_value(func: Callable[..., Any], argnums: argnums_t = 0, has_aux: bo
 
 
 class Differentiated:
-    """A call that is differentiated with respect to the arguments at some positions; ``active`` has the indices of their arrays."""
+    """A call that is differentiated with respect to the arguments at some positions; ``active`` has
+    the indices of their arrays.
+    """
 
     strict = False  # whether it will be asked which outputs depend on these arguments
 
-    def __init__(self, func: Callable[..., Any], leaves: list[Any], spec: Any, argnums: argnums_t | None, api: str) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        leaves: list[Any],
+        spec: Any,
+        argnums: argnums_t | None,
+        api: str,
+    ) -> None:
         """leaves, spec: the flattened (args, kwargs)."""
         args = spec.children[0].children
-        positions = tuple(range(len(args))) if argnums is None else _args.positions(argnums, len(args))
+        positions = (
+            tuple(range(len(args))) if argnums is None else _args.positions(argnums, len(args))
+        )
         starts = spec.children[0].starts
         picked = [i for p in positions for i in range(starts[p], starts[p + 1])]
         self.func, self.leaves, self.spec = func, leaves, spec
         self.diff_leaves = [leaves[i] for i in picked]
-        self.diff_spec = args[positions[0]] if isinstance(argnums, int) else trees.joined(*[args[p] for p in positions])
+        self.diff_spec = (
+            args[positions[0]]
+            if isinstance(argnums, int)
+            else trees.joined(*[args[p] for p in positions])
+        )
         _args.differentiable(self.diff_leaves, api)
         order = {i: k for k, i in enumerate(split_arrays(leaves))}
         self.active = tuple([order[i] for i in picked])
 
-    def entered(self, recorder: Recorder, kind: str, params: Any, finish: Any, more: Sequence[torch.Tensor] = ()) -> tuple[list[Any], Any]:
-        """Begin the transform in a record and run the function in it; returns what ``finish`` makes of the function's result.
+    def entered(
+        self,
+        recorder: Recorder,
+        kind: str,
+        params: Any,
+        finish: Any,
+        more: Sequence[torch.Tensor] = (),
+    ) -> tuple[list[Any], Any]:
+        """Begin the transform in a record and run the function in it; returns what ``finish`` makes
+        of the function's result.
 
-        In reverse mode, only those of the function's arguments that are differentiated require grad.
+        In reverse mode, only those of the function's arguments that are differentiated require
+        grad.
         """
         wanted = frozenset() if kind in ("jvp", "linearize", "jet") else frozenset(self.active)
-        avals = [aval_of(x).with_grad(k in wanted) for k, x in enumerate([x for x in self.leaves if isinstance(x, torch.Tensor)])]
-        return transforms.entered(recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish)
+        avals = [
+            aval_of(x).with_grad(k in wanted)
+            for k, x in enumerate([x for x in self.leaves if isinstance(x, torch.Tensor)])
+        ]
+        return transforms.entered(
+            recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish
+        )
 
     @functools.cached_property
     def call(self) -> Call:
@@ -136,8 +176,17 @@ class Differentiated:
         """All values, with the differentiated ones replaced."""
         return replaced(values, self.active, diff)
 
-    def body(self, values: list[Any], kind: str, finish: Any, found: list[Result], count: Callable[[Any], int]) -> Callable[..., Any]:
-        """The function of the differentiated values alone: (outputs to differentiate, everything else)."""
+    def body(
+        self,
+        values: list[Any],
+        kind: str,
+        finish: Any,
+        found: list[Result],
+        count: Callable[[Any], int],
+    ) -> Callable[..., Any]:
+        """The function of the differentiated values alone: (outputs to differentiate, everything
+        else).
+        """
 
         if kind == "grad":
             saved_tensor_hooks.refuse_hooks()
@@ -148,10 +197,23 @@ class Differentiated:
                 level.probe = private_jax.trace_of(diff[0]) if diff else None
                 level.strict = self.strict
                 level.root.strict = level.root.strict or self.strict
-                saved = saved_tensor_hooks.without_hooks() if kind == "grad" else contextlib.nullcontext()
+                saved = (
+                    saved_tensor_hooks.without_hooks()
+                    if kind == "grad"
+                    else contextlib.nullcontext()
+                )
                 recording = kind == "grad" or torch.is_grad_enabled()
-                ordinary = torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
-                with ordinary, torch.set_grad_enabled(recording), private.set_forward_mode_enabled(True), saved:
+                ordinary = (
+                    torch.inference_mode(False)
+                    if torch.is_inference_mode_enabled()
+                    else contextlib.nullcontext()
+                )
+                with (
+                    ordinary,
+                    torch.set_grad_enabled(recording),
+                    private.set_forward_mode_enabled(True),
+                    saved,
+                ):
                     result = self.traceable.run(level, self.merge(values, diff), finish)
             found[:] = [result]
             n = count(result.meta)
@@ -161,28 +223,40 @@ class Differentiated:
 
 
 def _scalar(out: Any, has_aux: bool, api: str) -> tuple[list[Any], Any]:
-    """The scalar output of a function under grad, followed by its aux tensors, and the spec of aux."""
+    """The scalar output of a function under grad, followed by its aux tensors,
+    and the spec of aux.
+    """
     aux: Any = None
     if has_aux:
         out, aux = _args.pair(out, api)
     if not isinstance(out, torch.Tensor):
-        instead = "; return (loss, aux) with has_aux=True" if isinstance(out, tuple) else "; return the tensor itself, without .item()"
+        instead = (
+            "; return (loss, aux) with has_aux=True"
+            if isinstance(out, tuple)
+            else "; return the tensor itself, without .item()"
+        )
         raise RuntimeError(f"{api}: Expected f(*args) to return a Tensor, got {type(out)}{instead}")
     if out.dim() != 0:
         raise RuntimeError(
-            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} dims. Maybe you wanted to use the vjp or "
-            "jacrev APIs instead? A loss is a scalar after .sum() or .mean()."
+            f"{api}: Expected f(*args) to return a scalar Tensor, got tensor with {out.dim()} "
+            "dims. Maybe you wanted to use the vjp or jacrev APIs instead? A loss is a scalar "
+            "after .sum() or .mean()."
         )
     if out.is_complex():
         raise RuntimeError(
-            f"{api}: grad can be implicitly created only for real scalar outputs but got {out.dtype}; take its .real or .abs()"
+            f"{api}: grad can be implicitly created only for real scalar outputs but got "
+            f"{out.dtype}; take its .real or .abs()"
         )
     aux_tensors, aux_spec = _args.aux_leaves(aux) if has_aux else ([], None)
     return [out, *aux_tensors], aux_spec
 
 
 def gradients_and_value(
-    func: Callable[..., Any], argnums: argnums_t, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
+    func: Callable[..., Any],
+    argnums: argnums_t,
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     api: str = "grad_and_value(f)(*args)",
 ) -> tuple[Any, Any]:
     """The gradients and the value; api: how errors name the call."""
@@ -192,7 +266,9 @@ def gradients_and_value(
     def build(target: Differentiated, outs: Sequence[Any], aux_spec: Any) -> tuple[Any, Any]:
         n = len(target.active)
         gradients = trees.unflatten(target.diff_spec, outs[:n])
-        return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :])) if has_aux else outs[n]
+        return gradients, (outs[n], trees.unflatten(aux_spec, outs[n + 1 :])) if has_aux else outs[
+            n
+        ]
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, spec, argnums, api)
@@ -220,7 +296,9 @@ def gradients_and_value(
     return build(target, *apply(compute, target.call.arrays))
 
 
-def _grad_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any) -> Any:
+def _grad_again(
+    body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], _: Any
+) -> Any:
     if not active:  # the arguments have no leaves, as the parameters of a module that has none
         return list(body(*operands)), None
 
@@ -253,18 +331,22 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """func's value, and the function that pulls cotangents back through func.
 
     Args:
-        func: returns floating tensors in any pytree; with has_aux a tuple of it and a tree of tensors.
+        func: returns floating tensors in any pytree; with has_aux a tuple of it and a tree of
+            tensors.
         primals: func's positional arguments, pytrees of floating tensors.
         has_aux: whether func returns (output, aux).
 
     Returns:
-        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the output's structure and shapes, converts
-        them to its dtypes, and returns a tuple with a cotangent for each primal, of the primal's structure, shapes and dtypes. None as
+        (output, vjp_fn), with has_aux (output, vjp_fn, aux). vjp_fn takes cotangents of the
+            output's structure and shapes, converts
+        them to its dtypes, and returns a tuple with a cotangent for each primal, of the primal's
+            structure, shapes and dtypes. None as
         a cotangent of one number is 1.
 
     Raises:
-        RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn) cotangents of another structure
-            or shape than the output, or complex ones where the output is real, or the other way round.
+        RuntimeError: an output is not a floating tensor; a primal has an integer dtype; (by vjp_fn)
+            cotangents of another structure or shape than the output, or complex ones where the
+            output is real, or the other way round.
         TypeError: (by vjp_fn) a cotangent is not a tensor.
         ValueError: a primal is not a tensor.
 
@@ -280,7 +362,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     return vjp_with_argnums(func, primals, None, has_aux)
 
 
-def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool) -> Any:
+def vjp_with_argnums(
+    func: Callable[..., Any], primals: tuple[Any, ...], argnums: argnums_t | None, has_aux: bool
+) -> Any:
     """``vjp`` with respect to some of the primals; argnums None: all of them."""
     api = "vjp(f, *primals)"
     finish = functools.partial(_args.to_pull_back, has_aux=has_aux, api=api)
@@ -292,7 +376,9 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
     def build(outs: Sequence[Any], meta: tuple[Any, int, Any], vjp_fn: Callable[..., Any]) -> Any:
         out_spec, n, aux_spec = meta
         output = trees.unflatten(out_spec, outs[:n])
-        return (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
+        return (
+            (output, vjp_fn, trees.unflatten(aux_spec, outs[n:])) if has_aux else (output, vjp_fn)
+        )
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, spec, argnums, api)
@@ -300,15 +386,23 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         out_spec, n, _ = meta
         outs = recorder.end(n, tensors, fresh(tensors))
         kept = transforms.Kept(func, recorder, outs)
-        inputs, diff_spec, shapes = fresh(target.diff_leaves), target.diff_spec, _shapes(tensors[:n])
+        inputs, diff_spec, shapes = (
+            fresh(target.diff_leaves),
+            target.diff_spec,
+            _shapes(tensors[:n]),
+        )
 
-        def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        def vjp_fn(
+            cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None
+        ) -> Any:
             with transforms.unwatched():
                 leaves = _cotangent_leaves(cotangents, out_spec, shapes)
             return kept.call(
-                _converted(leaves, shapes), inputs, lambda grads: trees.unflatten(diff_spec, grads),
+                _converted(leaves, shapes),
+                inputs,
+                lambda grads: trees.unflatten(diff_spec, grads),
                 lambda: vjp_with_argnums(func, primals, argnums, has_aux)[1](cotangents),
-            )  # fmt: skip
+            )
 
         return outs, lambda outs: build(outs, meta, kept.either(vjp_fn, in_torch))
 
@@ -337,14 +431,19 @@ def vjp_with_argnums(func: Callable[..., Any], primals: tuple[Any, ...], argnums
         autograd.check_unchanged(versions)
 
         def back(pull: Callable[..., Any], values: list[Any]) -> Result:
-            return Result(as_gradients(pull([conj(c) for c in values]), "vjp"), like=target.split(target.call.arrays))
+            return Result(
+                as_gradients(pull([conj(c) for c in values]), "vjp"),
+                like=target.split(target.call.arrays),
+            )
 
         return trees.unflatten(target.diff_spec, pullback.call(back, leaves))
 
     return build(outs, meta, handing_over.either(vjp_fn, in_torch))
 
 
-def _vjp_again(body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int) -> Any:
+def _vjp_again(
+    body: Callable[..., Any], operands: list[Any], active: tuple[int, ...], n: int
+) -> Any:
     if not active:
         return list(body(*operands)), lambda cotangents: []
 
@@ -364,7 +463,9 @@ def _vjp_in_torch(operands: Sequence[torch.Tensor], active: tuple[int, ...]) -> 
         outs = private.out_of(level, results)
 
     def pull(cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return private.pulled_back(results[:n], wanted, cotangents, create_graph=torch.is_grad_enabled())
+        return private.pulled_back(
+            results[:n], wanted, cotangents, create_graph=torch.is_grad_enabled()
+        )
 
     return outs, pull
 
@@ -380,27 +481,32 @@ def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list
     leaves, spec = trees.flatten(cotangents)
     if spec != out_spec:
         raise RuntimeError(
-            "Expected pytree structure of cotangents to be the same as pytree structure of outputs to the function. "
-            f"cotangents: {spec}, primal output: {out_spec}"
+            "Expected pytree structure of cotangents to be the same as pytree structure of outputs "
+            f"to the function. cotangents: {spec}, primal output: {out_spec}"
         )
     for i, (c, (shape, dtype)) in enumerate(zip(leaves, shapes, strict=True)):
         if c is None:
             if math.prod(shape) != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             if dtype.is_complex:
-                raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {dtype}")
+                raise RuntimeError(
+                    f"grad can be implicitly created only for real scalar outputs but got {dtype}"
+                )
             leaves[i] = torch.ones(shape, dtype=dtype)
         elif not is_array(c):
-            raise TypeError(f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}")
+            raise TypeError(
+                f"vjp_fn: expected cotangents to be tensors, got {type(c)} at flattened index {i}"
+            )
         elif tuple(c.shape) != shape:
             raise RuntimeError(
-                f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and output[{i}] has a shape of {shape}; give "
-                "cotangents of the output's shape"
+                f"Mismatch in shape: grad_output[{i}] has a shape of {tuple(c.shape)} and "
+                f"output[{i}] has a shape of {shape}; give cotangents of the output's shape"
             )
         elif _args.dtype_of(c).is_complex != dtype.is_complex:
             raise RuntimeError(
-                "For complex Tensors, both grad_output and output are required to have the same dtype. Mismatch in dtype: grad_output"
-                f"[{i}] has a dtype of {_args.dtype_of(c)} and output[{i}] has a dtype of {dtype}; give cotangents of the output's dtype"
+                "For complex Tensors, both grad_output and output are required to have the same "
+                f"dtype. Mismatch in dtype: grad_output[{i}] has a dtype of {_args.dtype_of(c)} "
+                f"and output[{i}] has a dtype of {dtype}; give cotangents of the output's dtype"
             )
     return leaves
 
@@ -408,4 +514,7 @@ def _cotangent_leaves(cotangents: Any, out_spec: Any, shapes: list[Any]) -> list
 def _converted(cotangents: list[Any], shapes: list[Any]) -> list[Any]:
     """Cotangents in the outputs' dtypes, as PyTorch's autograd converts them."""
     given = zip(cotangents, shapes, strict=True)
-    return [c.to(dtype) if isinstance(c, torch.Tensor) else c.astype(dtypes.to_jax(dtype)) for c, (_, dtype) in given]
+    return [
+        c.to(dtype) if isinstance(c, torch.Tensor) else c.astype(dtypes.to_jax(dtype))
+        for c, (_, dtype) in given
+    ]

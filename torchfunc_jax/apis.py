@@ -1,4 +1,7 @@
-"""torch.func's transforms in a file of the same name as torch's: vmap, grad and the others, functionalize and debug_unwrap."""
+"""torch.func's transforms in a file of the same name as torch's: vmap, grad and the others,
+functionalize and debug_unwrap.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,21 +21,33 @@ from torchfunc_jax._reverse import grad, grad_and_value, vjp
 from torchfunc_jax._vmap import chunk_vmap, vmap
 
 __all__ = [
-    "chunk_vmap", "debug_unwrap", "functionalize", "grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp",
-    "linearize", "vjp", "vmap",
+    "chunk_vmap",
+    "debug_unwrap",
+    "functionalize",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "jacfwd",
+    "jacrev",
+    "jvp",
+    "linearize",
+    "vjp",
+    "vmap",
 ]
 
 
 @handing_over.transform(torch.func.functionalize)
 def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Callable[..., Any]:
-    """func as a program without mutations, which every traced program in JAX is; writes to inputs are carried out at the end.
+    """func as a program without mutations, which every traced program in JAX is; writes to inputs
+    are carried out at the end.
 
     Args:
         func: any function of tensors.
         remove: "mutations" or "mutations_and_views".
 
     Returns:
-        Callable: takes func's arguments and returns func's outputs; inputs that func changes in place are changed.
+        Callable: takes func's arguments and returns func's outputs; inputs that func changes in
+            place are changed.
 
     Raises:
         RuntimeError: remove has another value.
@@ -47,11 +62,11 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
     """
     if remove not in ("mutations", "mutations_and_views"):
         raise RuntimeError(
-            f"functionalize(f, remove='mutations'): received invalid argument for remove={remove}. Valid options are:\n"
-            "     remove='mutations': all inplace and out= operators will be removed from the program, and replaced"
-            " with their out-of-place equivalents.\n"
-            "     remove='mutations_and_views': In addition to the above, all aliasing operators {view} will be"
-            " replaced with their non-aliasing counterparts, {view}_copy.\n"
+            f"functionalize(f, remove='mutations'): received invalid argument for remove={remove}. "
+            "Valid options are:\n     remove='mutations': all inplace and out= operators will be "
+            "removed from the program, and replaced with their out-of-place equivalents.\n     "
+            "remove='mutations_and_views': In addition to the above, all aliasing operators {view} "
+            "will be replaced with their non-aliasing counterparts, {view}_copy.\n"
         )
     traced = plain(func)
 
@@ -67,7 +82,8 @@ _torchs_debug_unwrap = torch.func.debug_unwrap  # even after ``patch()``
 
 @handing_over.call(_torchs_debug_unwrap)
 def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
-    """The values of a tensor inside a transform, with every level removed, as a plain torch tensor to look at.
+    """The values of a tensor inside a transform, with every level removed, as a plain torch tensor
+    to look at.
 
     Args:
         tensor: any tensor; one from outside a transform is returned as it is.
@@ -89,4 +105,8 @@ def debug_unwrap(tensor: torch.Tensor, *, recurse: bool = True) -> torch.Tensor:
     """
     if type(tensor) is Recorded:  # it has no values before the record is run
         tensor.level.owner.go_on(Unrecordable("debug_unwrap"))
-    return tracing.unwrap(tensor, recurse) if type(tensor) is tracing.Traced else _torchs_debug_unwrap(tensor, recurse=recurse)
+    return (
+        tracing.unwrap(tensor, recurse)
+        if type(tensor) is tracing.Traced
+        else _torchs_debug_unwrap(tensor, recurse=recurse)
+    )

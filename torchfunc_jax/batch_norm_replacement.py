@@ -1,4 +1,5 @@
 """Batch normalization without running statistics, so that a module can be mapped over samples."""
+
 from __future__ import annotations
 
 from torch import nn
@@ -6,7 +7,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def replace_all_batch_norm_modules_(root: nn.Module) -> nn.Module:
-    """Make every BatchNorm of a module always use the statistics of its batch, and keep no running statistics.
+    """Make every BatchNorm of a module always use the statistics of its batch, and keep no running
+    statistics.
 
     Args:
         root: any nn.Module, changed in place.

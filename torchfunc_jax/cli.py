@@ -1,4 +1,7 @@
-"""The command `torchfunc-jax`: the doctor and what is installed; the ensemble and parity are in files of their own."""
+"""The command `torchfunc-jax`: the doctor and what is installed; the ensemble and parity are in
+files of their own.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -55,7 +58,9 @@ app.command(epilog=ensemble_cli.EXAMPLES)(ensemble_cli.ensemble)
 
 
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Print what is installed: versions, devices, and the number of operators that have a lowering.
 
     [bold]Example[/bold]
@@ -67,7 +72,10 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
     from bridge.lowering.registry import LOWERINGS
     from torchfunc_jax._machine import machine
 
-    facts = machine() | {"devices": [str(d) for d in jax.devices()], "lowered_operators": len(LOWERINGS)}
+    facts = machine() | {
+        "devices": [str(d) for d in jax.devices()],
+        "lowered_operators": len(LOWERINGS),
+    }
     if as_json:
         print(json.dumps(facts))
         return
@@ -79,20 +87,29 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
 
 @app.command(epilog=DOCTOR_EXAMPLES)
 def doctor(
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Run the self-check, which takes a minute or two.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Run the self-check, which takes a minute or two."),
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON instead of tables.")
+    ] = False,
 ) -> None:
-    """Print what is installed, what is known to be wrong with it, and whether the transforms agree with torch.func here.
+    """Print what is installed, what is known to be wrong with it, and whether the transforms agree
+    with torch.func here.
 
-    Each check runs a program under torch.func and under torchfunc_jax, un-jitted and compiled, in a process of its own.
-    The exit code is 1 if one of them differs. A bug report starts with this output.
+    Each check runs a program under torch.func and under torchfunc_jax, un-jitted and compiled, in a
+    process of its own. The exit code is 1 if one of them differs. A bug report starts with this
+    output.
     """
     console = Console(stderr=True)
     console.print("[dim]Loading PyTorch and JAX ...[/dim]")
     from torchfunc_jax.doctor import CHECKS, examine
 
     with bar(console, "checks", "name") as shown:
-        task = shown.add_task("Checking", total=len(CHECKS), name="", visible=check and console.is_terminal)
+        task = shown.add_task(
+            "Checking", total=len(CHECKS), name="", visible=check and console.is_terminal
+        )
 
         def on_check(name: str, result: Checked | None) -> None:
             if result is None:
@@ -100,7 +117,11 @@ def doctor(
                 return
             shown.update(task, advance=1)
             if not as_json:
-                Console().print(f"{_mark(result)} {name} [dim]{result.seconds:.1f} s[/dim]", highlight=False, soft_wrap=True)
+                Console().print(
+                    f"{_mark(result)} {name} [dim]{result.seconds:.1f} s[/dim]",
+                    highlight=False,
+                    soft_wrap=True,
+                )
 
         report = examine(check, on_check)
     if as_json:
@@ -115,20 +136,34 @@ def findings(report: Report) -> list[Table | str]:
     """The report of the doctor as rich tables: what is here, what is known, what failed."""
     here = Table(show_header=False, box=None)
     for title, facts in (
-        ("versions", report.versions), ("processor", report.cpu), ("settings", report.settings), ("environment", report.environment)
+        ("versions", report.versions),
+        ("processor", report.cpu),
+        ("settings", report.settings),
+        ("environment", report.environment),
     ):
-        here.add_row(f"[bold]{title}[/bold]", "\n".join(f"{name} {value}" for name, value in facts.items()) or "-")
+        here.add_row(
+            f"[bold]{title}[/bold]",
+            "\n".join(f"{name} {value}" for name, value in facts.items()) or "-",
+        )
     here.add_row("[bold]devices[/bold]", "\n".join(report.devices))
-    known = Table(title="Known about this combination", title_justify="left", show_header=False, box=None)
+    known = Table(
+        title="Known about this combination", title_justify="left", show_header=False, box=None
+    )
     known.add_column(overflow="fold")
     for row in report.known:
         known.add_row(f"[bold]{row.title}[/bold]: {row.status}\n{escape(row.what)}")
     failed = [c for c in report.checks if c.difference is not None]
-    shown: list[Table | str] = [here, known if report.known else "Nothing is known to be wrong with this combination."]
+    shown: list[Table | str] = [
+        here,
+        known if report.known else "Nothing is known to be wrong with this combination.",
+    ]
     shown += [f"[red]{c.name}[/red]: {escape(str(c.difference))}" for c in failed]
     if report.checks:
         seconds = sum(c.seconds for c in report.checks)
-        shown.append(f"{len(report.checks) - len(failed)} of {len(report.checks)} checks agree with torch.func ({seconds:.0f} s)")
+        shown.append(
+            f"{len(report.checks) - len(failed)} of {len(report.checks)} checks agree with "
+            f"torch.func ({seconds:.0f} s)"
+        )
     return shown
 
 

@@ -1,8 +1,10 @@
-"""The beginning of a bug report: installed versions, their known problems, and a self-check of the transforms.
+"""The beginning of a bug report: installed versions, their known problems, and a self-check of the
+transforms.
 
-``KNOWN`` is the table of known problems and ``CHECKS`` the table of checks.  ``examine`` runs the checks in a process of their own, so
-that a crash becomes a line of the report.
+``KNOWN`` is the table of known problems and ``CHECKS`` the table of checks. ``examine`` runs the
+checks in a process of their own, so that a crash becomes a line of the report.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -43,7 +45,8 @@ class Known:
 
     Attributes:
         title: a short name of the problem.
-        status: "worked around" if the user need not do anything; "untested", "unsupported"; "setting" for a setting of the user's.
+        status: "worked around" if the user need not do anything; "untested", "unsupported";
+            "setting" for a setting of the user's.
         what: the effect, and what to do.
     """
 
@@ -95,12 +98,16 @@ class Report:
         return all(c.difference is None for c in self.checks)
 
 
-def examine(checks: bool = True, on_check: Callable[[str, Checked | None], None] | None = None) -> Report:
-    """Report what is installed and its known problems, and compare the transforms with torch.func's.
+def examine(
+    checks: bool = True, on_check: Callable[[str, Checked | None], None] | None = None
+) -> Report:
+    """Report what is installed and its known problems, and compare the transforms with
+    torch.func's.
 
     Args:
         checks: False leaves the self-check out, which takes a minute or two.
-        on_check: called with the name of each check before it runs and None, and with its result afterwards.
+        on_check: called with the name of each check before it runs and None, and with its result
+            afterwards.
 
     Returns:
         Report
@@ -126,22 +133,29 @@ def examine(checks: bool = True, on_check: Callable[[str, Checked | None], None]
     return dataclasses.replace(facts, known=known, checks=done)
 
 
-# -- what is installed -------------------------------------------------------------------------------------------------------------
+# -- what is installed -----------------------------------------------------------------------------
 def _facts() -> Report:
     here = machine()
     versions = {"python": here["python"], "torch": here["torch"], "jax": here["jax"]}
     versions |= {name: _version(name) for name in _PACKAGES}
     versions |= {"torchfunc-jax": here["torchfunc_jax"], "os": platform.platform()}
     cpu = {
-        "name": here["cpu"], "cores": here["cores"], "architecture": platform.machine(),
+        "name": here["cpu"],
+        "cores": here["cores"],
+        "architecture": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
-    settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")}
+    settings = {
+        name: getattr(jax.config, name)
+        for name in ("jax_enable_x64", "jax_default_matmul_precision")
+    }
     settings |= {
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
     }
-    environment = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    environment = {
+        name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)
+    }
     return Report(versions, cpu, _devices(), environment, settings, [], [])
 
 
@@ -161,12 +175,15 @@ def _devices() -> list[str]:
             continue
         default = ", the default" if devices[0].platform == jax.devices()[0].platform else ""
         found += [f"jax {d.platform}:{d.id} ({d.device_kind}{default})" for d in devices]
-    found += [f"torch cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    found += [
+        f"torch cuda:{i} ({torch.cuda.get_device_name(i)})"
+        for i in range(torch.cuda.device_count())
+    ]
     found += ["torch mps"] * torch.backends.mps.is_available()
     return found
 
 
-# -- known problems ----------------------------------------------------------------------------------------------------------------
+# -- known problems --------------------------------------------------------------------------------
 def _parts(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 15, 0) for "2.15.0+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version)[0]))
@@ -188,62 +205,111 @@ def _has(facts: Report, device: str) -> bool:
 #: whether a problem is there, and the problem
 KNOWN: tuple[tuple[Callable[[Report], bool], Known], ...] = (
     *(
-        (_older(name), Known(f"{name} before {TESTED[name][0]}", "unsupported", f"The library needs {name} {TESTED[name][0]} or later."))
+        (
+            _older(name),
+            Known(
+                f"{name} before {TESTED[name][0]}",
+                "unsupported",
+                f"The library needs {name} {TESTED[name][0]} or later.",
+            ),
+        )
         for name in TESTED
     ),
     *(
-        (_newer(name), Known(f"{name} after {TESTED[name][1]}", "untested",
-         f"{TESTED[name][1]} is the newest {name} that the tests run on. Go by the self-check below, and report what fails."))
+        (
+            _newer(name),
+            Known(
+                f"{name} after {TESTED[name][1]}",
+                "untested",
+                f"{TESTED[name][1]} is the newest {name} that the tests run on. Go by the "
+                "self-check below, and report what fails.",
+            ),
+        )
         for name in TESTED
     ),
     (
         lambda facts: facts.versions["jax"] != facts.versions["jaxlib"],
-        Known("jax and jaxlib of two versions", "untested", "The tests run with both of one version: pip install -U jax jaxlib"),
+        Known(
+            "jax and jaxlib of two versions",
+            "untested",
+            "The tests run with both of one version: pip install -U jax jaxlib",
+        ),
     ),
     (
         lambda facts: compiling.miscompiles(),
-        Known("jaxlib 0.10.2 and 0.11.0 on x86 CPUs", "worked around",
-              "What XLA hands to the library YNNPACK has wrong numbers in long batches or ends the process. torchfunc-jax hands it "
-              "products of matrices alone, which are right. Your own jax.jit hands it nothing with "
-              "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= in the environment. "
-              "jaxlib 0.11.1 and later are right (Python 3.12 and later)."),
+        Known(
+            "jaxlib 0.10.2 and 0.11.0 on x86 CPUs",
+            "worked around",
+            "What XLA hands to the library YNNPACK has wrong numbers in long batches or ends the "
+            "process. torchfunc-jax hands it products of matrices alone, which are right. Your own "
+            "jax.jit hands it nothing with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= in "
+            "the environment. jaxlib 0.11.1 and later are right (Python 3.12 and later).",
+        ),
     ),
     (
         lambda facts: _has(facts, "jax cpu") and not _newer("jax")(facts),
-        Known("writes that overlap what they read, on CPUs", "worked around",
-              "XLA reads what it has just written in y = a.reshape(3, 2); y.at[1:].set(y[:-1]) and its kind, in every jaxlib so far. "
-              "torchfunc-jax reads first, also inside your own jax.jit. JAX code of your own is right with "
-              "jnp.concatenate or jnp.where instead of .at[...]: https://github.com/openxla/xla/issues/49176"),
+        Known(
+            "writes that overlap what they read, on CPUs",
+            "worked around",
+            "XLA reads what it has just written in y = a.reshape(3, 2); y.at[1:].set(y[:-1]) and "
+            "its kind, in every jaxlib so far. torchfunc-jax reads first, also inside your own "
+            "jax.jit. JAX code of your own is right with jnp.concatenate or jnp.where instead of "
+            ".at[...]: https://github.com/openxla/xla/issues/49176",
+        ),
     ),
     (
-        lambda facts: _has(facts, "jax gpu") and facts.settings["torch.get_float32_matmul_precision()"] != "highest",
-        Known("TF32", "setting", "Float32 products on the GPU have the precision that torch.set_float32_matmul_precision asks for, "
-              'which is not "highest": differences of about 1e-3 are expected.'),
+        lambda facts: (
+            _has(facts, "jax gpu")
+            and facts.settings["torch.get_float32_matmul_precision()"] != "highest"
+        ),
+        Known(
+            "TF32",
+            "setting",
+            "Float32 products on the GPU have the precision that "
+            "torch.set_float32_matmul_precision asks for, "
+            'which is not "highest": differences of about 1e-3 are expected.',
+        ),
     ),
     (
-        lambda facts: _has(facts, "jax gpu") and "XLA_PYTHON_CLIENT_PREALLOCATE" not in facts.environment,
-        Known("memory of the GPU", "setting", "JAX takes three quarters of the GPU's memory when it starts, and torch gets what is left. "
-              "XLA_PYTHON_CLIENT_PREALLOCATE=false changes that."),
+        lambda facts: (
+            _has(facts, "jax gpu") and "XLA_PYTHON_CLIENT_PREALLOCATE" not in facts.environment
+        ),
+        Known(
+            "memory of the GPU",
+            "setting",
+            "JAX takes three quarters of the GPU's memory when it starts, and torch gets what is "
+            "left. XLA_PYTHON_CLIENT_PREALLOCATE=false changes that.",
+        ),
     ),
     (
         lambda facts: _has(facts, "torch cuda") and not _has(facts, "jax gpu"),
         Known(
-            "JAX without the GPU", "setting",
-            'torch sees a GPU and JAX does not, so programs run on the CPU: pip install "jax[cuda13]", or jax[cuda12] for CUDA 12',
+            "JAX without the GPU",
+            "setting",
+            "torch sees a GPU and JAX does not, so programs run on the CPU: pip install "
+            '"jax[cuda13]", or jax[cuda12] for CUDA 12',
         ),
     ),
     (
         lambda facts: facts.settings["jax_enable_x64"],
-        Known("jax_enable_x64", "setting", "Nothing changes for torch tensors. JAX arrays that you make yourself have 64 bits."),
+        Known(
+            "jax_enable_x64",
+            "setting",
+            "Nothing changes for torch tensors. JAX arrays that you make yourself have 64 bits.",
+        ),
     ),
     (
         lambda facts: "fast_math=true" in facts.environment.get("XLA_FLAGS", ""),
-        Known("fast math in XLA_FLAGS", "setting", "XLA may then ignore NaN, infinities and signed zeros. PyTorch's results have them."),
+        Known(
+            "fast math in XLA_FLAGS",
+            "setting",
+            "XLA may then ignore NaN, infinities and signed zeros. PyTorch's results have them.",
+        ),
     ),
-)  # fmt: skip
+)
 
 
-# -- the self-check ----------------------------------------------------------------------------------------------------------------
+# -- the self-check --------------------------------------------------------------------------------
 class _Scaled(torch.autograd.Function):
     """x³ with a backward that is ten times too large, so that it shows whether it was used."""
 
@@ -293,23 +359,33 @@ def _shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def _per_sample(api: Any) -> Callable[..., Any]:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    )
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights: Any, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(api.functional_call(model, weights, image[None]), label[None])
+        return nn.functional.cross_entropy(
+            api.functional_call(model, weights, image[None]), label[None]
+        )
 
-    return lambda images: api.vmap(api.grad(loss), in_dims=(None, 0, 0))(weights, images, torch.arange(len(images)) % 3)
+    return lambda images: api.vmap(api.grad(loss), in_dims=(None, 0, 0))(
+        weights, images, torch.arange(len(images)) % 3
+    )
 
 
 def _ensemble(api: Any) -> Callable[..., Any]:
     members = [nn.Linear(3, 2) for _ in range(4)]
     stacked, buffers = api.stack_module_state(members)
-    return lambda x: api.vmap(lambda w, b: api.functional_call(members[0], (w, b), x))(stacked, buffers)
+    return lambda x: api.vmap(lambda w, b: api.functional_call(members[0], (w, b), x))(
+        stacked, buffers
+    )
 
 
 def _running(api: Any) -> Callable[..., Any]:
-    """What a BatchNorm in a captured module counts and averages is changed when the call returns."""
+    """What a BatchNorm in a captured module counts and averages is changed
+    when the call returns.
+    """
     norm = nn.BatchNorm1d(3)
 
     def run(x: torch.Tensor) -> Any:
@@ -343,7 +419,9 @@ def _recaptured(api: Any) -> Callable[..., Any]:
 
 
 def _repeated(api: Any) -> Callable[..., Any]:
-    """Whether a seed repeats the numbers of vmap, and whether those differ from sample to sample."""
+    """Whether a seed repeats the numbers of vmap,
+    and whether those differ from sample to sample.
+    """
 
     def run(x: torch.Tensor) -> Any:
         def draw() -> torch.Tensor:
@@ -386,7 +464,9 @@ def _compiled(api: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Check:
-    """A function of torch.func or torchfunc_jax that makes a program, the shapes of its arguments, and whether jit takes all of it."""
+    """A function of torch.func or torchfunc_jax that makes a program, the shapes of its arguments,
+    and whether jit takes all of it.
+    """
 
     program: Callable[[Any], Callable[..., Any]]
     shapes: tuple[tuple[int, ...], ...] = ((3,),)
@@ -412,22 +492,35 @@ CHECKS: dict[str, _Check] = {
     "vmap(grad)": _Check(lambda api: api.vmap(api.grad(_energy)), _ROWS),
     "functionalize": _Check(lambda api: api.functionalize(_written)),
     "grad of a function that writes in place": _Check(lambda api: api.grad(_written)),
-    "vmap of writes that overlap what they read": _Check(lambda api: api.vmap(_shifted), ((2, 12),)),
-    "grad of writes that overlap what they read": _Check(lambda api: api.grad(lambda x: (_shifted(x) ** 2).sum()), ((12,),)),
+    "vmap of writes that overlap what they read": _Check(
+        lambda api: api.vmap(_shifted), ((2, 12),)
+    ),
+    "grad of writes that overlap what they read": _Check(
+        lambda api: api.grad(lambda x: (_shifted(x) ** 2).sum()), ((12,),)
+    ),
     "functional_call: gradients of each sample of a CNN": _Check(_per_sample, ((4, 1, 8, 8),)),
     "stack_module_state: an ensemble": _Check(_ensemble, _ROWS),
     "jit: a BatchNorm's running statistics": _Check(_running, _ROWS, jit=False),
     "jit: captured tensors that change, other shapes": _Check(_recaptured, jit=False),
     "autograd.Function: its backward": _Check(lambda api: api.grad(lambda x: _scaled(x).sum())),
     "autograd.Function: its jvp": _Check(lambda api: lambda x: api.jvp(_scaled, (x,), (x,))),
-    "autograd.Function: vmap(grad)": _Check(lambda api: api.vmap(api.grad(lambda x: _scaled(x).sum())), _ROWS),
+    "autograd.Function: vmap(grad)": _Check(
+        lambda api: api.vmap(api.grad(lambda x: _scaled(x).sum())), _ROWS
+    ),
     ".backward() through vmap": _Check(lambda api: _backward(api, torch.sin), _ROWS, jit=False),
-    ".backward() through an autograd.Function": _Check(lambda api: _backward(api, _scaled), _ROWS, jit=False),
+    ".backward() through an autograd.Function": _Check(
+        lambda api: _backward(api, _scaled), _ROWS, jit=False
+    ),
     "random numbers: a seed repeats them": _Check(_repeated, _ROWS, jit=False),
     "JAX arrays inside jax.jit": _Check(_as_arrays, jit=False),
-    "more than 32,768 samples": _Check(lambda api: lambda x, m: api.vmap(lambda row: ((m @ row) ** 2).sum())(x), ((32769, 3), (3, 3))),
-    "three nested vmaps of rank 7": _Check(lambda api: api.vmap(api.vmap(api.vmap(lambda a, b: (a * b).sum(0)))), (_DEEP, _DEEP)),
-}  # fmt: skip
+    "more than 32,768 samples": _Check(
+        lambda api: lambda x, m: api.vmap(lambda row: ((m @ row) ** 2).sum())(x),
+        ((32769, 3), (3, 3)),
+    ),
+    "three nested vmaps of rank 7": _Check(
+        lambda api: api.vmap(api.vmap(api.vmap(lambda a, b: (a * b).sum(0)))), (_DEEP, _DEEP)
+    ),
+}
 
 
 def compare(name: str) -> str | None:
@@ -469,7 +562,9 @@ def compare(name: str) -> str | None:
 
 
 def _serve() -> None:
-    """The other process: answers each name that it reads with the difference, both as a line of JSON."""
+    """The other process: answers each name that it reads with the difference, both as a line of
+    JSON.
+    """
     torch.set_num_threads(1)  # the programs are small
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints
@@ -484,7 +579,14 @@ class _Process:
     def __init__(self) -> None:
         command = [sys.executable, "-c", _PROGRAM]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         self.answers: queue.Queue[str] = queue.Queue()
         self.errors: list[str] = []
         self.readers = [
@@ -529,7 +631,9 @@ class _Process:
 
 
 def _run_checks() -> Iterator[tuple[str, Checked | None]]:
-    """Each name before its check and after, then with the result; a process that ends is started again for the next."""
+    """Each name before its check and after, then with the result; a process that ends is started
+    again for the next.
+    """
     process: _Process | None = None
     try:
         for name in CHECKS:

@@ -1,4 +1,7 @@
-"""Values written on a command line: ``randn(4, 3)``, ``hidden=32``, ``{'x': ones(2)}``. Only factories of tensors are called."""
+"""Values written on a command line: ``randn(4, 3)``, ``hidden=32``, ``{'x': ones(2)}``. Only
+factories of tensors are called.
+"""
+
 from __future__ import annotations
 
 import ast
@@ -7,18 +10,24 @@ from typing import Any
 
 import torch
 
-# Factories of tensors: those that draw random numbers, and those that take the dtype given by --dtype
+# Factories of tensors: those that draw random numbers, and those that take the dtype given by
+# --dtype
 _RANDOM = frozenset({"randn", "rand", "randint", "randperm", "normal"})
-_FLOATING = frozenset({"randn", "rand", "ones", "zeros", "full", "eye", "linspace", "logspace", "empty"})
+_FLOATING = frozenset(
+    {"randn", "rand", "ones", "zeros", "full", "eye", "linspace", "logspace", "empty"}
+)
 _FACTORIES = _RANDOM | _FLOATING | {"tensor", "arange"}
 
 
-def value(text: str, generator: torch.Generator, dtype: torch.dtype = torch.float32, words: bool = False) -> Any:
+def value(
+    text: str, generator: torch.Generator, dtype: torch.dtype = torch.float32, words: bool = False
+) -> Any:
     """The value of a spec.
 
     Args:
-        text: a Python literal, a call of a tensor's factory (randn, rand, randint, randperm, normal, ones, zeros, full, eye, linspace,
-            logspace, arange, tensor) as one writes it after ``torch.``, or tuples, lists and dicts of such.
+        text: a Python literal, a call of a tensor's factory (randn, rand, randint, randperm,
+            normal, ones, zeros, full, eye, linspace, logspace, arange, tensor) as one writes it
+            after ``torch.``, or tuples, lists and dicts of such.
         generator: random tensors are drawn from it.
         dtype: of randn, rand, ones, zeros, full, eye, linspace and logspace if the call names none.
         words: take any other text as a string.
@@ -30,7 +39,11 @@ def value(text: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
         >>> import torch
         >>> from torchfunc_jax.parity_specs import value
         >>> g = torch.Generator().manual_seed(0)
-        >>> value("randn(4, 3, dtype=float64)", g).dtype, value("[1, {'n': ones(2)}]", g), value("relu", g, words=True)
+        >>> (
+        ...     value("randn(4, 3, dtype=float64)", g).dtype,
+        ...     value("[1, {'n': ones(2)}]", g),
+        ...     value("relu", g, words=True),
+        ... )
         (torch.float64, [1, {'n': tensor([1., 1.])}], 'relu')
     """
     try:
@@ -38,8 +51,14 @@ def value(text: str, generator: torch.Generator, dtype: torch.dtype = torch.floa
     except (SyntaxError, ValueError, TypeError, RuntimeError) as error:
         if words and not isinstance(error, TypeError | RuntimeError):
             return text
-        why = "it is no Python expression" if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
-        raise ValueError(f"expected a value such as 3, randn(4, 3), or randint(0, 10, (4,)), got {text!r}: {why}") from None
+        why = (
+            "it is no Python expression"
+            if isinstance(error, SyntaxError)
+            else str(error).strip().partition("\n")[0]
+        )
+        raise ValueError(
+            f"expected a value such as 3, randn(4, 3), or randint(0, 10, (4,)), got {text!r}: {why}"
+        ) from None
 
 
 def pair(text: str) -> tuple[str | None, str]:
@@ -62,10 +81,18 @@ def _value(node: ast.AST, generator: torch.Generator, dtype: torch.dtype, words:
         items = [below(x) for x in node.elts]
         return items if isinstance(node, ast.List) else tuple(items)
     if isinstance(node, ast.Dict) and all(node.keys):
-        return {below(k): below(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+        return {
+            below(k): below(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None
+        }
     if isinstance(node, ast.Call):
         return _made(node, generator, dtype, below)
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    name = (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
     if isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     if isinstance(node, ast.Name):
@@ -75,7 +102,9 @@ def _value(node: ast.AST, generator: torch.Generator, dtype: torch.dtype, words:
     return ast.literal_eval(node)
 
 
-def _made(node: ast.Call, generator: torch.Generator, dtype: torch.dtype, below: Callable[[ast.AST], Any]) -> torch.Tensor:
+def _made(
+    node: ast.Call, generator: torch.Generator, dtype: torch.dtype, below: Callable[[ast.AST], Any]
+) -> torch.Tensor:
     """The tensor that a call of a factory makes."""
     called = ast.unparse(node.func).removeprefix("torch.")
     if called not in _FACTORIES:
@@ -89,5 +118,9 @@ def _made(node: ast.Call, generator: torch.Generator, dtype: torch.dtype, below:
     wanted = options.get("dtype")
     if called in ("randn", "rand") and not (wanted.is_floating_point or wanted.is_complex):
         grad = options.pop("requires_grad", False)
-        return (torch.randn(*args, **{**options, "dtype": torch.float32}) * 10).to(wanted).requires_grad_(grad)
+        return (
+            (torch.randn(*args, **{**options, "dtype": torch.float32}) * 10)
+            .to(wanted)
+            .requires_grad_(grad)
+        )
     return getattr(torch, called)(*args, **options)

@@ -1,4 +1,7 @@
-"""Drop-in use: ``patch()`` replaces torch.func's and functorch's functions in all modules by this library's."""
+"""Drop-in use: ``patch()`` replaces torch.func's and functorch's functions in all modules by this
+library's.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -15,13 +18,28 @@ from bridge.process import process
 from bridge.record.programs import checked_cold
 
 _NAMES = (
-    *torch.func.__all__, "chunk_vmap", "make_functional", "make_functional_with_buffers", "make_functional_deprecated_v1",
-    "make_functional_with_buffers_deprecated_v1", "combine_state_for_ensemble", "functional_init", "functional_init_with_buffers",
-    "FunctionalModule", "FunctionalModuleWithBuffers",
+    *torch.func.__all__,
+    "chunk_vmap",
+    "make_functional",
+    "make_functional_with_buffers",
+    "make_functional_deprecated_v1",
+    "make_functional_with_buffers_deprecated_v1",
+    "combine_state_for_ensemble",
+    "functional_init",
+    "functional_init_with_buffers",
+    "FunctionalModule",
+    "FunctionalModuleWithBuffers",
 )
-_SOURCES = ("torch.func", "torch", "functorch", "functorch.experimental", "torch._functorch.make_functional")
+_SOURCES = (
+    "torch.func",
+    "torch",
+    "functorch",
+    "functorch.experimental",
+    "torch._functorch.make_functional",
+)
 
-# Namespaces that other programs import from are changed; torch's other modules and ours are left alone.
+# Namespaces that other programs import from are changed; torch's other modules and ours are left
+# alone.
 _CHANGED = frozenset({"torch", "torch.func", "functorch", "functorch.experimental"})
 _LEFT_ALONE = frozenset({"torch", "functorch", "bridge", "torchfunc_jax"})
 
@@ -94,12 +112,15 @@ def _release() -> None:
 def _restore() -> None:
     while process.patched:
         namespace, name, theirs, ours = process.patched.pop()
-        if namespace.get(name) is ours:  # a name that was bound to something else meanwhile keeps its new value
+        # a name that was bound to something else meanwhile keeps its new value
+        if namespace.get(name) is ours:
             namespace[name] = theirs
 
 
 class Patch:
-    """The result of ``patch()``; it is in effect until ``undo()``, or until the end of its ``with`` block."""
+    """The result of ``patch()``; it is in effect until ``undo()``, or until the end of its ``with``
+    block.
+    """
 
     def __init__(self, cold: str | None) -> None:
         self._cold = [] if cold is None else [checked_cold(cold)]
@@ -114,7 +135,9 @@ class Patch:
             process.cold += self._cold
 
     def undo(self) -> None:
-        """Restore torch's functions; a second call does nothing. Names stay patched while another patch is in effect."""
+        """Restore torch's functions; a second call does nothing. Names stay patched while another
+        patch is in effect.
+        """
         with _lock:
             if self._held:
                 self._held = False
@@ -128,7 +151,12 @@ class Patch:
             self._depth += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with _lock:
             self._depth -= 1
             if not self._depth:
@@ -136,16 +164,18 @@ class Patch:
 
 
 def patch(*, cold: str | None = None) -> Patch:
-    """Replace ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` by this library's, for a ``with`` block or until ``undo()``.
+    """Replace ``torch.func.*``, ``torch.vmap`` and ``functorch.*`` by this library's, for a
+    ``with`` block or until ``undo()``.
 
-    Modules that imported the names earlier (``from torch.func import vmap``) are changed too, except for torch's own. References that are
-    not names of a module are not changed: default arguments, class attributes, closures. A module that is imported while the patch is in
-    effect keeps the functions that it imported. The change holds for all threads of the process; patches may be nested and overlap.
-    ``functorch.make_fx`` and ``functorch.compile`` stay torch's.
+    Modules that imported the names earlier (``from torch.func import vmap``) are changed too,
+    except for torch's own. References that are not names of a module are not changed: default
+    arguments, class attributes, closures. A module that is imported while the patch is in effect
+    keeps the functions that it imported. The change holds for all threads of the process; patches
+    may be nested and overlap. ``functorch.make_fx`` and ``functorch.compile`` stay torch's.
 
     Args:
-        cold: who runs calls whose programs are not compiled yet, while the patch is in effect, as for ``torchfunc_jax.cold``; None: no
-            change.
+        cold: who runs calls whose programs are not compiled yet, while the patch is in effect, as
+            for ``torchfunc_jax.cold``; None: no change.
 
     Returns:
         Patch: it is already in effect; it is a context manager and has ``undo()``.
@@ -153,7 +183,8 @@ def patch(*, cold: str | None = None) -> Patch:
     Raises:
         ValueError: another word for cold.
 
-    Source: ``unittest.mock.patch``, https://docs.python.org/3/library/unittest.mock.html#patch-methods-start-and-stop
+    Source: ``unittest.mock.patch``,
+    https://docs.python.org/3/library/unittest.mock.html#patch-methods-start-and-stop
 
     Example:
         >>> import torch, torchfunc_jax

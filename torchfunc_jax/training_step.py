@@ -1,4 +1,7 @@
-"""A training step as a module: parameters, buffers and the optimizer's state are its tensors, so that ``export`` takes all of them."""
+"""A training step as a module: parameters, buffers and the optimizer's state are its tensors, so
+that ``export`` takes all of them.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,17 +17,22 @@ from torchfunc_jax.ensemble.optimizers import find
 
 
 class TrainingStep(nn.Module):
-    """One step of training: ``step(*batch)`` changes the module and the optimizer's state in place, and returns the loss.
+    """One step of training: ``step(*batch)`` changes the module and the optimizer's state in place,
+    and returns the loss.
 
-    It is a module like any other: ``jit(step)`` compiles it, and ``export(step, *batch)`` makes it a StableHLO program with all of its
-    tensors as weights, ``(weights, *batch) -> (loss, new weights)``, which trains where PyTorch is not installed.
+    It is a module like any other: ``jit(step)`` compiles it, and ``export(step, *batch)`` makes it
+    a StableHLO program with all of its tensors as weights,
+    ``(weights, *batch) -> (loss, new weights)``, which trains where PyTorch is not installed.
 
     Args:
-        module: it is trained, in the mode in which it is when the step is called; parameters with ``requires_grad=False`` stay.
+        module: it is trained, in the mode in which it is when the step is called; parameters with
+            ``requires_grad=False`` stay.
         loss: ``loss(module, *batch)``, a torch function that returns a tensor without dimensions.
-        optimizer: "sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta" or "rprop", as in torch.optim; or
-            Optax's: a function that makes one of numbers (``optax.adam``), or a finished one (``optax.adam(1e-3)``).
-        numbers: of the optimizer, by torch.optim's names (Optax's for Optax's): ``lr``, ``momentum``, ``betas``, ``nesterov``, ...
+        optimizer: "sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad",
+            "adadelta" or "rprop", as in torch.optim; or Optax's: a function that makes one of
+            numbers (``optax.adam``), or a finished one (``optax.adam(1e-3)``).
+        numbers: of the optimizer, by torch.optim's names (Optax's for Optax's): ``lr``,
+            ``momentum``, ``betas``, ``nesterov``, ...
 
     Returns:
         torch.Tensor: the loss before the step, from a call.
@@ -34,7 +42,8 @@ class TrainingStep(nn.Module):
         TypeError: the optimizer has no such number.
         RuntimeError: (by the call) the loss does not depend on one of the parameters.
 
-    Source: ``torch.optim.Optimizer.step``; https://optax.readthedocs.io/en/latest/api/optimizers.html
+    Source: ``torch.optim.Optimizer.step``;
+    https://optax.readthedocs.io/en/latest/api/optimizers.html
 
     Example:
         >>> import torch
@@ -44,27 +53,43 @@ class TrainingStep(nn.Module):
         >>> step = TrainingStep(torch.nn.Linear(3, 1), loss, "sgd", lr=0.1, momentum=0.9)
         >>> exported = export(step, torch.ones(8, 3), torch.zeros(8, 1))
         >>> sorted(exported.written)
-        ['module.bias', 'module.weight', 'optimizer.buffer/bias', 'optimizer.buffer/weight', 'optimizer.count']
+        ['module.bias', 'module.weight', 'optimizer.buffer/bias', 'optimizer.buffer/weight',
+        'optimizer.count']
     """
 
-    def __init__(self, module: nn.Module, loss: Callable[..., torch.Tensor], optimizer: Any = "adam", **numbers: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Callable[..., torch.Tensor],
+        optimizer: Any = "adam",
+        **numbers: Any,
+    ) -> None:
         super().__init__()
         self.module, self.loss = module, loss
         rule = find(optimizer, numbers)
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
         if not self._names:
-            raise ValueError("module: expected a parameter that requires grad, got none; nothing would be trained")
+            raise ValueError(
+                "module: expected a parameter that requires grad, got none; "
+                "nothing would be trained"
+            )
         values = {name: bridge.to_jax(t) for name, t in self._trained().items()}
         self.optimizer = nn.Module()
         paths, spec = jax.tree_util.tree_flatten_with_path(rule.init(values, rule.numbers))
         self._slots = []
         for path, x in paths:
-            self._slots.append(jax.tree_util.keystr(path, simple=True, separator="/").replace(".", "/"))
+            self._slots.append(
+                jax.tree_util.keystr(path, simple=True, separator="/").replace(".", "/")
+            )
             self.optimizer.register_buffer(self._slots[-1], bridge.to_torch(jnp.asarray(x)).clone())
 
-        def update(params: dict[str, jax.Array], grads: dict[str, jax.Array], leaves: list[jax.Array]) -> Any:
+        def update(
+            params: dict[str, jax.Array], grads: dict[str, jax.Array], leaves: list[jax.Array]
+        ) -> Any:
             every = jax.tree.map(jnp.asarray, dict(rule.numbers))
-            after, state = rule.update(grads, jax.tree.unflatten(spec, leaves), params, every, jnp.array(True))
+            after, state = rule.update(
+                grads, jax.tree.unflatten(spec, leaves), params, every, jnp.array(True)
+            )
             return after, jax.tree.leaves(state)
 
         self._update = bridge.from_jax(update)
@@ -81,9 +106,14 @@ class TrainingStep(nn.Module):
         slots = [getattr(self.optimizer, name) for name in self._slots]
         with torch.no_grad():
             after, state = self._update(
-                {name: p.detach() for name, p in params.items()}, dict(zip(params, grads, strict=True)), [x.detach() for x in slots]
+                {name: p.detach() for name, p in params.items()},
+                dict(zip(params, grads, strict=True)),
+                [x.detach() for x in slots],
             )
-            for t, new in (*((p, after[name]) for name, p in params.items()), *zip(slots, state, strict=True)):
+            for t, new in (
+                *((p, after[name]) for name, p in params.items()),
+                *zip(slots, state, strict=True),
+            ):
                 t.copy_(new)
         return loss.detach()
 

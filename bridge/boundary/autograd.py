@@ -1,4 +1,7 @@
-"""torch's autograd through a JAX computation: outputs at the border support backward and double backward."""
+"""torch's autograd through a JAX computation: outputs at the border support backward and double
+backward.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -16,21 +19,29 @@ from bridge.lowering.common import varying
 from bridge.trace import tracing
 from bridge.trace.storage import Node
 
-#: The type of ``calls.apply``, which runs a computation on torch tensors.  ``calls`` imports this file and passes it in.
+#: The type of ``calls.apply``, which runs a computation on torch tensors. ``calls`` imports this
+#: file and passes it in.
 Apply = Callable[[Computation, Sequence[Any]], tuple[list[Any], Any]]
 
 
 class Untransformed(torch.autograd.Function):
-    """A node of our own in torch's graph; its forward is never replaced, even while a trace is open."""
+    """A node of our own in torch's graph; its forward is never replaced, even while a trace is
+    open.
+    """
 
 
 def by_lane(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorator of a node's backward, which then runs once for each lane of cotangents that torch.autograd or torch.func.vmap maps."""
+    """Decorator of a node's backward, which then runs once for each lane of cotangents that
+    torch.autograd or torch.func.vmap maps.
+    """
 
     @functools.wraps(backward)
     def run(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         given = [(k, c) for k, c in enumerate(cotangents) if c is not None]
-        lanes, below = [k for k, c in given if private.mapped_by_autograd(c)], private.below_autograds_vmap
+        lanes, below = (
+            [k for k, c in given if private.mapped_by_autograd(c)],
+            private.below_autograds_vmap,
+        )
         if not lanes:
             lanes, below = [k for k, c in given if private.is_mapped(c)], private.below_vmap
         if not lanes:
@@ -38,7 +49,10 @@ def by_lane(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any
         present: list[bool] = []
 
         def mapped(stacked: list[torch.Tensor]) -> list[torch.Tensor]:
-            rows = [dict(zip(lanes, row, strict=True)) for row in zip(*[t.unbind(0) for t in stacked], strict=True)]
+            rows = [
+                dict(zip(lanes, row, strict=True))
+                for row in zip(*[t.unbind(0) for t in stacked], strict=True)
+            ]
             found = [run(ctx, *[row.get(k, c) for k, c in enumerate(cotangents)]) for row in rows]
             present[:] = [grad is not None for grad in found[0]]
             return [torch.stack(grads) for grads in pick([*zip(*found, strict=True)], present)]
@@ -65,11 +79,20 @@ def computed(t: tracing.Traced) -> torch.Tensor:
 
 
 def returned(
-    ctx: Any, outs: Sequence[Any], rest: Sequence[Any], kinds: Sequence[bool], device: torch.device | None, avoid: set[int | None]
+    ctx: Any,
+    outs: Sequence[Any],
+    rest: Sequence[Any],
+    kinds: Sequence[bool],
+    device: torch.device | None,
+    avoid: set[int | None],
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors that a node returns, of the values with derivatives, and of the rest; kinds: which of them have derivatives."""
+    """The tensors that a node returns, of the values with derivatives, and of the rest; kinds:
+    which of them have derivatives.
+    """
     floats, others = iter(outs), iter(rest)
-    results = [tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in kinds]
+    results = [
+        tensors.to_torch(next(floats) if kind else next(others), device, avoid) for kind in kinds
+    ]
     ctx.mark_non_differentiable(*pick(results, [not kind for kind in kinds]))
     ctx.set_materialize_grads(False)
     ctx.like = [(t.shape, t.dtype, t.device) for t in pick(results, kinds)]
@@ -77,9 +100,12 @@ def returned(
 
 
 def materialized(
-    cotangents: Sequence[torch.Tensor | None], like: Sequence[tuple[Sequence[int], torch.dtype, torch.device]]
+    cotangents: Sequence[torch.Tensor | None],
+    like: Sequence[tuple[Sequence[int], torch.dtype, torch.device]],
 ) -> list[torch.Tensor]:
-    """The cotangents, with zeros for those that PyTorch leaves out; like: the shape, dtype and device of each."""
+    """The cotangents, with zeros for those that PyTorch leaves out; like: the shape, dtype and
+    device of each.
+    """
     return [
         torch.zeros(shape, dtype=dtype, device=device) if c is None else c
         for c, (shape, dtype, device) in zip(cotangents, like, strict=True)
@@ -101,26 +127,36 @@ def check_unchanged(before: Sequence[tuple[torch.Tensor, int]]) -> None:
     for t, version in before:
         if t._version != version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {t._version}; expected version {version} instead."
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{t.type()} {list(t.shape)}] is at version {t._version}; "
+                f"expected version {version} instead."
             )
 
 
 def addresses(arrays: Any) -> set[int | None]:
-    """The addresses, in this process's memory, of the arrays in a tree, such as those that a pullback reads."""
+    """The addresses, in this process's memory, of the arrays in a tree, such as those that a
+    pullback reads.
+    """
     return {tensors.address(a) for a in jax.tree_util.tree_leaves(arrays)}
 
 
-# -- torch's autograd inside a trace ------------------------------------------------------------------------------------------------------
-def attached(apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]) -> list[Any]:
-    """A transform's outputs inside a trace, connected in torch's graph to the inputs and captured tensors that require grad.
+# -- torch's autograd inside a trace ---------------------------------------------------------------
+def attached(
+    apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]
+) -> list[Any]:
+    """A transform's outputs inside a trace, connected in torch's graph to the inputs and captured
+    tensors that require grad.
 
-    Code that calls ``torch.autograd.grad`` inside a transformed function needs this: its graph must not end at an inner transform.
+    Code that calls ``torch.autograd.grad`` inside a transformed function needs this: its graph must
+    not end at an inner transform.
     """
     level = tracing.state.level
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
-    found.update(level.outer)  # tensors of enclosing levels stay there, because that level's result depends on them too
-    level.outer = {key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level}
+    # tensors of enclosing levels stay there, because that level's result depends on them too
+    found.update(level.outer)
+    level.outer = {
+        key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level
+    }
     if not found or not torch.is_grad_enabled() or not any(inexact_dtype(t.dtype) for t in outs):
         return outs
     return list(_Attached.apply(apply, outs, compute, leaves, *found.values()))
@@ -132,9 +168,19 @@ class _Attached(Untransformed):
     @staticmethod
     @private.opaque
     def forward(
-        ctx: Any, apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any], *watched: torch.Tensor
+        ctx: Any,
+        apply: Apply,
+        outs: list[Any],
+        compute: Computation,
+        leaves: Sequence[Any],
+        *watched: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = apply, compute, leaves, [inexact_dtype(t.dtype) for t in outs]
+        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = (
+            apply,
+            compute,
+            leaves,
+            [inexact_dtype(t.dtype) for t in outs],
+        )
         ctx.save_for_backward(*watched)
         ctx.mark_non_differentiable(*pick(outs, [not kind for kind in ctx.kinds]))
         return tuple(outs)
@@ -150,9 +196,20 @@ class _Attached(Untransformed):
             def pure(*active: jax.Array) -> list[Any]:
                 nodes = [tracing.node_of(t) for t in watched]
                 # in a backward pass PyTorch's engine switches grad mode off, and forward mode too
-                with in_place_of(nodes, active), torch.enable_grad(), private.set_forward_mode_enabled(True):
+                with (
+                    in_place_of(nodes, active),
+                    torch.enable_grad(),
+                    private.set_forward_mode_enabled(True),
+                ):
                     given = {id(t): v for t, v in zip(watched, active, strict=True)}
-                    result = ctx.compute([given.get(id(x), tracing.value_of(x)) if isinstance(x, torch.Tensor) else x for x in ctx.leaves])
+                    result = ctx.compute(
+                        [
+                            given.get(id(x), tracing.value_of(x))
+                            if isinstance(x, torch.Tensor)
+                            else x
+                            for x in ctx.leaves
+                        ]
+                    )
                 return pick(result.values[: len(ctx.kinds)], ctx.kinds)
 
             _, pull = varying.vjp(pure, *values[:n])

@@ -1,7 +1,10 @@
-"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out, and writes are carried out.
+"""One call of a transform: arguments cross in, JAX transforms a traced function, results cross out,
+and writes are carried out.
 
-``apply`` is the only way in.  It takes a *computation*: a function from the flat list of the arguments' JAX values to a ``Result``.
+``apply`` is the only way in. It takes a *computation*: a function from the flat list of the
+arguments' JAX values to a ``Result``.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -12,7 +15,15 @@ import torch
 
 from bridge import compiling, private
 from bridge.boundary import autograd, meshes, results, shared_memory
-from bridge.boundary.results import Computation, Output, Result, split_arrays, with_twins, without_twins, write_back
+from bridge.boundary.results import (
+    Computation,
+    Output,
+    Result,
+    split_arrays,
+    with_twins,
+    without_twins,
+    write_back,
+)
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsJax, NeedsTorch, rewording
@@ -27,39 +38,73 @@ from bridge.trace.tracing import node_of, numbered, value_of, wrap
 
 
 class Traceable:
-    """A user's function with the flattened arguments of one call; it runs on JAX values, one for each of the positions ``where``."""
+    """A user's function with the flattened arguments of one call; it runs on JAX values, one for
+    each of the positions ``where``.
+    """
 
-    __slots__ = ("active", "computed", "devices", "fn", "geometries", "leaves", "sources", "spec", "where")
+    __slots__ = (
+        "active",
+        "computed",
+        "devices",
+        "fn",
+        "geometries",
+        "leaves",
+        "sources",
+        "spec",
+        "where",
+    )
 
-    def __init__(self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], leaves: list[Any], spec: Any, where: list[int]
+    ) -> None:
         self.fn, self.leaves, self.spec, self.where = fn, list(leaves), spec, where
-        self.devices = [leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu") for i in where]
+        self.devices = [
+            leaves[i].device if isinstance(leaves[i], torch.Tensor) else torch.device("cpu")
+            for i in where
+        ]
         self.geometries = [Geometry.of(leaves[i]) for i in where]
-        self.active: frozenset[int] = frozenset()  # which of the arrays require grad: a grad transform differentiates these
-        self.computed: frozenset[int] = frozenset()  # which of these are not leaves of torch's graph
-        self.sources: Sequence[Any] = [None] * len(where)  # the arrays that a transform hands on as they are
+        # which of the arrays require grad: a grad transform differentiates these
+        self.active: frozenset[int] = frozenset()
+        # which of these are not leaves of torch's graph
+        self.computed: frozenset[int] = frozenset()
+        # the arrays that a transform hands on as they are
+        self.sources: Sequence[Any] = [None] * len(where)
         for i in where:
             self.leaves[i] = None  # a cache of traces must not keep the arguments alive
 
     def as_given(self, arrays: Sequence[Any]) -> None:
-        """Make each argument require grad if its array does, and a leaf of torch's graph if its array is one."""
+        """Make each argument require grad if its array does, and a leaf of torch's graph if its
+        array is one.
+        """
         if torch.is_grad_enabled():
-            self.active = frozenset(k for k, x in enumerate(arrays) if isinstance(x, torch.Tensor) and x.requires_grad)
+            self.active = frozenset(
+                k for k, x in enumerate(arrays) if isinstance(x, torch.Tensor) and x.requires_grad
+            )
             self.computed = frozenset(k for k in self.active if not arrays[k].is_leaf)
 
-    def run(self, level: Level, values: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]]) -> Result:
+    def run(
+        self, level: Level, values: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]]
+    ) -> Result:
         """Run the function on these values.
 
         Args:
             level: the level just entered.
             values: one for each position in ``where``.
-            finish: takes what the function returned (torch tensors in any tree), checks it, and gives its tensors and a meta.
+            finish: takes what the function returned (torch tensors in any tree), checks it, and
+                gives its tensors and a meta.
         """
         leaves = list(self.leaves)
-        level.root.device = level.root.device or next((d for d in self.devices if d.type != "cpu"), None)
-        arguments = [wrap(v, d, level, g.strides) for v, d, g in zip(values, self.devices, self.geometries, strict=True)]
+        level.root.device = level.root.device or next(
+            (d for d in self.devices if d.type != "cpu"), None
+        )
+        arguments = [
+            wrap(v, d, level, g.strides)
+            for v, d, g in zip(values, self.devices, self.geometries, strict=True)
+        ]
         nodes: dict[Node, int] = {}
-        for k, (i, t, geometry, source) in enumerate(zip(self.where, arguments, self.geometries, self.sources, strict=True)):
+        for k, (i, t, geometry, source) in enumerate(
+            zip(self.where, arguments, self.geometries, self.sources, strict=True)
+        ):
             t.node.geometry, t.node.source, nodes[t.node] = geometry, source, k
             if k in self.active:
                 t.requires_grad_()
@@ -74,9 +119,12 @@ class Traceable:
                 result.shared[i] = (nodes.get(node, node), views)
             elif whole.get(node, i) != i:
                 result.shared[i] = (Output(whole[node]), views)
-        # squeeze_ and detach_ have made a view of the argument's memory out of it, and a write to that is one to the memory
+        # squeeze_ and detach_ have made a view of the argument's memory out of it, and a write to
+        # that is one to the memory
         places = [t.node.root if t.node.root in nodes else t.node for t in arguments]
-        written: list[tuple[int | Node, Node]] = [(k, node) for k, node in enumerate(places) if node.version]
+        written: list[tuple[int | Node, Node]] = [
+            (k, node) for k, node in enumerate(places) if node.version
+        ]
         for target, node in [*written, *[(node, node) for node in level.writes]]:
             result.written.append((target, len(result.values), node.detached))
             result.values.append(read(node, level))
@@ -91,12 +139,15 @@ def apply(
     """Run a computation on torch tensors or jax.Arrays, at whatever depth of transforms.
 
     Args:
-        compute: maps the leaves' JAX values to a Result; torch's autograd runs it again for second derivatives through the results.
+        compute: maps the leaves' JAX values to a Result; torch's autograd runs it again for second
+            derivatives through the results.
         leaves: torch tensors (also traced ones) and jax.Arrays.
-        lasting: values of the computation are used after it has returned, for example by the pullback of vjp.
+        lasting: values of the computation are used after it has returned, for example by the
+            pullback of vjp.
 
     Returns:
-        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays if one of the leaves is one, else torch tensors.
+        (outputs, meta): outputs are traced tensors inside another transform, jax.Arrays if one of
+            the leaves is one, else torch tensors.
     """
     if state.level is None and state.of_arrays:
         raise NeedsJax
@@ -106,20 +157,29 @@ def apply(
         level = state.level
         if torch.is_grad_enabled():
             operands.note_use(leaves)
-        values = [value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves]
+        values = [
+            value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves
+        ]
         met_before, level.met = level.met, {}
         try:
             with rewording():
                 result = compute(values)
         finally:
             met, level.met = level.met, met_before
-        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        device = next(
+            (x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu")
+        )
         if result.written:
-            shared_memory.refuse(result, leaves, [(t, tracing.node_of(t)) for t in met.values()], inside=True)
-        met_before.update((key, t) for key, t in met.items() if tracing.node_of(t).level is not level)
+            shared_memory.refuse(
+                result, leaves, [(t, tracing.node_of(t)) for t in met.values()], inside=True
+            )
+        met_before.update(
+            (key, t) for key, t in met.items() if tracing.node_of(t).level is not level
+        )
         _carry_out(result, leaves)
         outs = _outputs(result)
-        if not torch.is_grad_enabled():  # no_grad around this call stops the outer transforms' gradients, not this transform's own
+        # no_grad around this call stops the outer transforms' gradients, not this transform's own
+        if not torch.is_grad_enabled():
             outs = operands.stop(outs)
         if not private.forward_mode_enabled():
             outs = operands.stop_tangents(outs)
@@ -134,16 +194,27 @@ def _outputs(result: Result) -> list[Any]:
 
 
 def _share(result: Result, leaves: Sequence[Any], outs: list[torch.Tensor]) -> None:
-    """Replace the outputs of a call inside a trace that share memory by views of the tensors whose memory it is."""
+    """Replace the outputs of a call inside a trace that share memory by views of the tensors whose
+    memory it is.
+    """
     for i, (source, views) in result.shared.items():
-        t = outs[source.index] if isinstance(source, Output) else leaves[source] if isinstance(source, int) else source
+        t = (
+            outs[source.index]
+            if isinstance(source, Output)
+            else leaves[source]
+            if isinstance(source, int)
+            else source
+        )
         out = view_again(t, views) if isinstance(t, torch.Tensor | Node) else None
         outs[i] = outs[i] if out is None else out
 
 
 def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
-    # captured tensors are written as a whole, and an argument may be a view of a part of one, so arguments come last
-    for target, index, detached in sorted(result.written, key=lambda written: not isinstance(written[0], Node)):
+    # captured tensors are written as a whole, and an argument may be a view of a part of one, so
+    # arguments come last
+    for target, index, detached in sorted(
+        result.written, key=lambda written: not isinstance(written[0], Node)
+    ):
         if isinstance(target, Node):
             write(target, result.values[index], state.level, detached)
         elif isinstance(leaves[target], torch.Tensor):
@@ -151,7 +222,9 @@ def _carry_out(result: Result, leaves: Sequence[Any]) -> None:
 
 
 def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple[list[Any], Any]:
-    """Run a computation on jax.Arrays, maybe inside a user's own jax.jit or jax.grad; the results are jax.Arrays too."""
+    """Run a computation on jax.Arrays, maybe inside a user's own jax.jit or jax.grad; the results
+    are jax.Arrays too.
+    """
     found: list[Any] = []
 
     def body(values: list[Any]) -> list[Any]:
@@ -162,10 +235,14 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
             _carry_out(result, leaves)
             writes = [(t, node.value) for t, node in root.captured.values() if node.version]
         found[:] = [result, [t for t, _ in writes]]
-        # a result that is a tensor as it was given or captured has its memory, to which torch may write
+        # a result that is a tensor as it was given or captured has its memory, to which torch may
+        # write
         lent = {id(v) for v, x in zip(given, values, strict=True) if isinstance(x, torch.Tensor)}
         lent |= {id(node.value) for _, node in root.captured.values() if not node.version}
-        outs = [*[owned(v) if id(v) in lent and tensors.is_local(v) else v for v in _outputs(result)], *[v for _, v in writes]]
+        outs = [
+            *[owned(v) if id(v) in lent and tensors.is_local(v) else v for v in _outputs(result)],
+            *[v for _, v in writes],
+        ]
         if lent:
             settle(outs)
         return outs
@@ -176,14 +253,22 @@ def _in_jax(compute: Computation, leaves: Sequence[Any], lasting: bool) -> tuple
         raise RuntimeError(str(reason)) from None
     result, written = found
     count = len(outs) - len(written)
-    write_back([(t, tensors.to_torch(v, t.device)) for t, v in zip(written, outs[count:], strict=True) if tensors.is_local(v)])
+    write_back(
+        [
+            (t, tensors.to_torch(v, t.device))
+            for t, v in zip(written, outs[count:], strict=True)
+            if tensors.is_local(v)
+        ]
+    )
     compiling.warn_of_jit(outs)
     return outs[:count], result.meta
 
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """The arguments of a transform's call, flattened once; ``where`` has the positions of the leaves that are arrays."""
+    """The arguments of a transform's call, flattened once; ``where`` has the positions of the
+    leaves that are arrays.
+    """
 
     leaves: list[Any]
     spec: Any
@@ -196,7 +281,9 @@ class Call:
 
     @classmethod
     def each_once(cls, leaves: list[Any], spec: Any, dims: Sequence[int | None] = ()) -> Call:
-        """A call in which a tensor that is several leaves is one; dims: as for ``without_twins``."""
+        """A call in which a tensor that is several leaves is one; dims:
+        as for ``without_twins``.
+        """
         leaves = without_twins(leaves, dims)
         return cls(leaves, spec, split_arrays(leaves))
 
@@ -209,7 +296,9 @@ class Call:
 
 
 def plain(func: Callable[..., Any]) -> Callable[..., Any]:
-    """func as a JAX computation without a transform: it takes and returns torch tensors or jax.Arrays, and passes other leaves through."""
+    """func as a JAX computation without a transform: it takes and returns torch tensors or
+    jax.Arrays, and passes other leaves through.
+    """
 
     @private.opaque
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +310,8 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
             with push("plain") as level:
                 result = traceable.run(level, values, results.take_apart)
             result.apart = True
-            written = {target for target, _, _ in result.written}  # torch.func copies what it writes back
+            # torch.func copies what it writes back
+            written = {target for target, _, _ in result.written}
             result.shared = {i: way for i, way in result.shared.items() if way[0] not in written}
             return result
 

@@ -1,12 +1,15 @@
 """Calls that torch itself must see: they are handed over to torch.func's own transform.
 
-torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and other dispatch modes, and the levels of torch.func and
-torch.autograd.forward_ad see torch's operators, and no computation in JAX.
+torch.compile, torch.export, torch.jit.trace, make_fx, FakeTensorMode and other dispatch modes, and
+the levels of torch.func and torch.autograd.forward_ad see torch's operators, and no computation in
+JAX.
 
-All calls are handed over in a process that was forked from one that had used JAX, such as a worker of a DataLoader: JAX's threads do not
-exist in it, and a compilation would wait for them for ever.  A call whose function turns out to do what only PyTorch can do, such as
-giving a captured tensor other memory, starts again in torch.func.
+All calls are handed over in a process that was forked from one that had used JAX, such as a worker
+of a DataLoader: JAX's threads do not exist in it, and a compilation would wait for them for ever. A
+call whose function turns out to do what only PyTorch can do, such as giving a captured tensor other
+memory, starts again in torch.func.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -34,23 +37,34 @@ from bridge.trace.levels import state
 
 _log = logging.getLogger("torchfunc_jax")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_transformed, _dispatch_modes = private.transformed_by_torch, private.count_of_dispatch_modes  # each call asks for these
+# each call asks for these
+_transformed, _dispatch_modes = private.transformed_by_torch, private.count_of_dispatch_modes
 
 
 def torch_looks(given: Any) -> bool:
-    """Whether something of torch's watches the operators of a call with these arguments, or JAX cannot compute in this process.
+    """Whether something of torch's watches the operators of a call with these arguments, or JAX
+    cannot compute in this process.
 
-    Dynamo cannot trace this function: ask ``is_dynamo_compiling`` first.  Our own traces are dispatch modes too, but a transform of
-    torch.func's in one of them is inside of it, and what is inside the transform is torch's.
+    Dynamo cannot trace this function: ask ``is_dynamo_compiling`` first. Our own traces are
+    dispatch modes too, but a transform of torch.func's in one of them is inside of it, and what is
+    inside the transform is torch's.
     """
-    looks = process.forked or _transformed() or is_tracing() or (_dispatch_modes() and state.level is None and state.recorder is None)
+    looks = (
+        process.forked
+        or _transformed()
+        or is_tracing()
+        or (_dispatch_modes() and state.level is None and state.recorder is None)
+    )
     if not looks:
         return False
-    return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])  # torch cannot compute with them
+    # torch cannot compute with them
+    return not any(isinstance(x, jax.Array) for x in trees.flatten(given)[0])
 
 
 def has_fake(func: Any, given: Any) -> bool:
-    """Whether a FakeTensor is among the arguments of an outermost call or is captured: without values, it is always torch's."""
+    """Whether a FakeTensor is among the arguments of an outermost call or is captured: without
+    values, it is always torch's.
+    """
     if state.level is not None or state.recorder is not None:
         return False
     leaves = trees.flatten(given)[0]
@@ -59,12 +73,19 @@ def has_fake(func: Any, given: Any) -> bool:
 
 
 class OfArrays(Exception):
-    """Raised by a transform that is called with jax.Arrays: it is one of torch tensors with their values."""
+    """Raised by a transform that is called with jax.Arrays: it is one of torch tensors with their
+    values.
+    """
 
 
 def _as_tensors(given: Any) -> Any:
-    """A tree with tensors in the place of the jax.Arrays that torch can have; a write to one does not change the array."""
-    return trees.map_leaves(lambda x: arrays.to_torch(x) if isinstance(x, jax.Array) and tensors.fits_torch(x) else x, given)
+    """A tree with tensors in the place of the jax.Arrays that torch can have; a write to one does
+    not change the array.
+    """
+    return trees.map_leaves(
+        lambda x: arrays.to_torch(x) if isinstance(x, jax.Array) and tensors.fits_torch(x) else x,
+        given,
+    )
 
 
 def _as_arrays(out: Any) -> Any:
@@ -73,14 +94,21 @@ def _as_arrays(out: Any) -> Any:
     def converted(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return arrays.to_jax(x)
-        return functools.wraps(x)(lambda *args, **kwargs: _as_arrays(x(*args, **kwargs))) if isinstance(x, types.FunctionType) else x
+        return (
+            functools.wraps(x)(lambda *args, **kwargs: _as_arrays(x(*args, **kwargs)))
+            if isinstance(x, types.FunctionType)
+            else x
+        )
 
     with jax.enable_x64(True):
         return trees.map_leaves(converted, out)
 
 
-def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool = False) -> Callable[..., Any]:
-    """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a FakeTensor.
+def either(
+    ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool = False
+) -> Callable[..., Any]:
+    """A function that runs ours, or what ``theirs`` returns if torch looks or an argument is a
+    FakeTensor.
 
     nested: ours takes nested tensors.
     """
@@ -98,15 +126,24 @@ def either(ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], n
 
 
 def _attempt(
-    run: Callable[..., Any], ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]], nested: bool, args: tuple[Any, ...],
+    run: Callable[..., Any],
+    ours: Callable[..., Any],
+    theirs: Callable[[], Callable[..., Any]],
+    nested: bool,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """A call of ours, or of theirs if it turns out that only torch can run it; run: the function of ``either`` that is called."""
+    """A call of ours, or of theirs if it turns out that only torch can run it; run: the function of
+    ``either`` that is called.
+    """
     try:
         return _ours(ours, args, kwargs)
     except OfArrays:
         if not any(isinstance(x, jax.Array) for x in trees.flatten((args, kwargs))[0]):
-            raise TypeError("a transform inside of the function has jax.Arrays as arguments; convert them by bridge.to_torch") from None
+            raise TypeError(
+                "a transform inside of the function has jax.Arrays as arguments; convert them by "
+                "bridge.to_torch"
+            ) from None
         try:
             with having(state, of_arrays=True):
                 return _as_arrays(run(*_as_tensors(args), **_as_tensors(kwargs)))
@@ -121,7 +158,8 @@ def _attempt(
         _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
         with LibraryOperators() if process.library_operators else contextlib.nullcontext():
             return theirs()(*args, **kwargs)
-    except TypeError:  # asked only now: it costs a look at each argument and at what the function captures
+    except TypeError:
+        # asked only now: it costs a look at each argument and at what the function captures
         if has_fake(ours, (args, kwargs)):
             return theirs()(*args, **kwargs)
         raise
@@ -129,7 +167,8 @@ def _attempt(
         leaves = [] if nested else trees.flatten((args, kwargs))[0]
         if state.level is None and state.recorder is None and any(map(_is_nested, leaves)):
             return theirs()(*args, **kwargs)
-        refuse_nested(leaves)  # PyTorch's own errors about the shape of a nested tensor do not say what to do
+        # PyTorch's own errors about the shape of a nested tensor do not say what to do
+        refuse_nested(leaves)
         raise
 
 
@@ -146,8 +185,9 @@ def refuse_no_function(func: Any, api: str) -> None:
     """Raise TypeError, as a call of it would, for what is no function."""
     if not callable(func):
         raise TypeError(
-            f"{api}: expected a function, got {type(func)}, and a {type(func).__name__} object is not callable; give the function itself, "
-            f"and its arguments to what {api} returns: {api}(f)(x), not {api}(f(x))"
+            f"{api}: expected a function, got {type(func)}, and a {type(func).__name__} object is "
+            f"not callable; give the function itself, and its arguments to what {api} returns: "
+            f"{api}(f)(x), not {api}(f(x))"
         )
 
 
@@ -160,8 +200,11 @@ def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
             if is_dynamo_compiling():
                 return theirs(func, *args, **kwargs)
             refuse_no_function(func, make.__name__)
-            options = tuple(kwargs.items())  # a dict would be compared at each call of a jitted function that captures this one
-            return functools.wraps(func)(either(make(func, *args, **kwargs), lambda: theirs(func, *args, **dict(options))))
+            # a dict would be compared at each call of a jitted function that captures this one
+            options = tuple(kwargs.items())
+            return functools.wraps(func)(
+                either(make(func, *args, **kwargs), lambda: theirs(func, *args, **dict(options)))
+            )
 
         return public(made)
 
@@ -169,7 +212,9 @@ def transform(theirs: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
 
 def call(theirs: Callable[..., Any], nested: bool = False) -> Callable[[_Function], _Function]:
-    """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own; nested: it takes nested tensors."""
+    """Decorator of a function that computes at once, as vjp does; theirs: torch.func's own; nested:
+    it takes nested tensors.
+    """
     return lambda ours: functools.wraps(ours)(either(ours, lambda: theirs, nested))  # type: ignore[return-value]
 
 

@@ -1,10 +1,14 @@
-"""Explicit meshes: torch code that is called with jax.Arrays on one runs on Auto axes, and its results are explicitly sharded again.
+"""Explicit meshes: torch code that is called with jax.Arrays on one runs on Auto axes, and its
+results are explicitly sharded again.
 
-On an explicit mesh (the default of ``jax.make_mesh``) a value's sharding is part of its type, and JAX refuses an operator whose result's
-sharding it cannot tell: convolutions, many reshapes, matrix products over a sharded dimension.  Code written for torch has no place to say
-it.  So the border casts the arguments to Auto axes, where XLA chooses, and says for each result what it came from: ``spread`` follows
-the dimensions through the program.  What it does not know is replicated; the numbers never depend on it.
+On an explicit mesh (the default of ``jax.make_mesh``) a value's sharding is part of its type, and
+JAX refuses an operator whose result's sharding it cannot tell: convolutions, many reshapes, matrix
+products over a sharded dimension. Code written for torch has no place to say it. So the border
+casts the arguments to Auto axes, where XLA chooses, and says for each result what it came from:
+``spread`` follows the dimensions through the program. What it does not know is replicated; the
+numbers never depend on it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,12 +27,17 @@ Spec = tuple[Any, ...]  # for each dimension a mesh axis, a tuple of them, or No
 
 
 def explicit(values: Sequence[Any]) -> Any:
-    """The mesh of the values if it has explicit axes, an abstract one where all of them are traced; else None."""
+    """The mesh of the values if it has explicit axes, an abstract one where all of them are traced;
+    else None.
+    """
     found = None
     for v in values:
         if not isinstance(v, jax.core.Tracer):
             sharding = getattr(v, "sharding", None)
-            if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            if (
+                isinstance(sharding, NamedSharding)
+                and AxisType.Explicit in sharding.mesh.axis_types
+            ):
                 return sharding.mesh
         elif AxisType.Explicit in (mesh := jax.typeof(v).sharding.mesh).axis_types:
             found = mesh
@@ -41,22 +50,34 @@ def axes_in(part: Any) -> tuple[str, ...]:
 
 
 def spec_of(v: Any, mesh: Any) -> Spec:
-    """A value's sharding over the explicit axes of a mesh, a part for each dimension; all None if it is on none."""
+    """A value's sharding over the explicit axes of a mesh, a part for each dimension; all None if
+    it is on none.
+    """
     sharding = jax.typeof(v).sharding if isinstance(v, jax.core.Tracer) else v.sharding
     spec: Spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     spec += (None,) * (len(v.shape) - len(spec))
-    free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    free = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
     return tuple(_kept(part, free) for part in spec)
 
 
-def run(body: Callable[[list[Any]], list[Any]], values: Sequence[Any], like: Callable[[], Sequence[Any]], again: bool) -> list[Any]:
+def run(
+    body: Callable[[list[Any]], list[Any]],
+    values: Sequence[Any],
+    like: Callable[[], Sequence[Any]],
+    again: bool,
+) -> list[Any]:
     """``body`` of values, whose arrays may be on an explicit mesh; so are its results then.
 
     Args:
         body: a function of JAX values that returns a list of them.
         values: its arguments.
         like: called afterwards; arrays whose shardings the first results get.
-        again: body keeps values for later, so that it must run itself and not only its trace; inside of a user's jit it runs twice.
+        again: body keeps values for later, so that it must run itself and not only its trace;
+            inside of a user's jit it runs twice.
     """
     mesh = explicit(values)
     if mesh is None:
@@ -69,8 +90,12 @@ def run(body: Callable[[list[Any]], list[Any]], values: Sequence[Any], like: Cal
             with torch.random.fork_rng(devices=[]) if again else contextlib.nullcontext():
                 closed = jax.make_jaxpr(lambda given: body(_filled(values, given)))(arrays)
             given = [s for v, s in zip(values, specs, strict=True) if isinstance(v, jax.Array)]
-            found = spread(closed.jaxpr, given, dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
-            outs = body(values) if again else jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+            found = spread(
+                closed.jaxpr, given, dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+            )
+            outs = (
+                body(values) if again else jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+            )
         else:
             outs = body(values)
             found = [_observed(v, mesh) for v in outs]
@@ -94,13 +119,21 @@ def beside(v: jax.Array, others: Sequence[Any]) -> jax.Array:
 def on_auto_axes() -> contextlib.AbstractContextManager[Any]:
     """While entered, the mesh that JAX traces on has Auto axes for its explicit ones."""
     mesh = jax.sharding.get_abstract_mesh()
-    return _entered(_automatic(mesh)) if AxisType.Explicit in mesh.axis_types else contextlib.nullcontext()
+    return (
+        _entered(_automatic(mesh))
+        if AxisType.Explicit in mesh.axis_types
+        else contextlib.nullcontext()
+    )
 
 
 def _automatic(mesh: Any) -> Any:
     """The mesh with Auto axes for its explicit ones."""
     kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
-    return Mesh(mesh.devices, mesh.axis_names, kinds) if isinstance(mesh, Mesh) else mesh.update(axis_types=kinds)
+    return (
+        Mesh(mesh.devices, mesh.axis_names, kinds)
+        if isinstance(mesh, Mesh)
+        else mesh.update(axis_types=kinds)
+    )
 
 
 def _entered(mesh: Any) -> contextlib.AbstractContextManager[Any]:
@@ -111,8 +144,18 @@ def _cast(v: Any, mesh: Any, spec: Spec) -> Any:
     """A value with that sharding over the mesh; on one with Auto axes it stays where it is."""
     automatic = AxisType.Explicit not in mesh.axis_types
     if not isinstance(v, jax.core.Tracer) and isinstance(mesh, Mesh):
-        return jax.device_put(v, NamedSharding(mesh, v.sharding.spec if automatic and isinstance(v.sharding, NamedSharding) else P(*spec)))
-    return jax.sharding.reshard(v, NamedSharding(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, P(*spec)))
+        return jax.device_put(
+            v,
+            NamedSharding(
+                mesh,
+                v.sharding.spec
+                if automatic and isinstance(v.sharding, NamedSharding)
+                else P(*spec),
+            ),
+        )
+    return jax.sharding.reshard(
+        v, NamedSharding(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh, P(*spec))
+    )
 
 
 def _filled(values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
@@ -122,7 +165,9 @@ def _filled(values: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 
 
 def _observed(v: Any, mesh: Any) -> Spec:
-    """The sharding that XLA chose for a value that is computed, perhaps inside of tracers of vmap and grad."""
+    """The sharding that XLA chose for a value that is computed, perhaps inside of tracers of vmap
+    and grad.
+    """
     for _, dim, inner in private_jax.peeled(v):
         spec = list(_observed(inner, mesh))
         if dim is not None:
@@ -131,13 +176,19 @@ def _observed(v: Any, mesh: Any) -> Spec:
     return spec_of(v, mesh)
 
 
-# -- where the dimensions of a program's results come from ---------------------------------------------------------------------------------
+# -- where the dimensions of a program's results come from -----------------------------------------
 def spread(jaxpr: Any, specs: Sequence[Spec], sizes: dict[str, int]) -> list[Spec]:
-    """The shardings of a jaxpr's results, from those of its arguments: a dimension keeps its axis until it is reduced or taken apart."""
+    """The shardings of a jaxpr's results, from those of its arguments: a dimension keeps its axis
+    until it is reduced or taken apart.
+    """
     env: dict[Any, Spec] = dict(zip(jaxpr.invars, specs, strict=True))
 
     def read(v: Any) -> Spec:
-        return env.get(v, (None,) * len(v.aval.shape)) if not hasattr(v, "val") else (None,) * len(v.aval.shape)
+        return (
+            env.get(v, (None,) * len(v.aval.shape))
+            if not hasattr(v, "val")
+            else (None,) * len(v.aval.shape)
+        )
 
     for eqn in jaxpr.eqns:
         found = _rule(eqn, [read(v) for v in eqn.invars], sizes)
@@ -183,16 +234,36 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
             y = given[1]
             batch = [x[a] or y[b] for a, b in zip(left_batch, right_batch, strict=True)]
             free = [s for d, s in enumerate(x) if d not in left and d not in left_batch]
-            return [(*batch, *free, *[s for d, s in enumerate(y) if d not in right and d not in right_batch])]
+            return [
+                (
+                    *batch,
+                    *free,
+                    *[s for d, s in enumerate(y) if d not in right and d not in right_batch],
+                )
+            ]
         case "conv_general_dilated":
             numbers = params["dimension_numbers"]
-            found[numbers.out_spec[0]], found[numbers.out_spec[1]] = x[numbers.lhs_spec[0]], given[1][numbers.rhs_spec[0]]
+            found[numbers.out_spec[0]], found[numbers.out_spec[1]] = (
+                x[numbers.lhs_spec[0]],
+                given[1][numbers.rhs_spec[0]],
+            )
             return [tuple(found)]
         case "gather":
             numbers, along = params["dimension_numbers"], iter(given[1][:-1])
             gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-            whole = iter([s if params["slice_sizes"][d] == shapes[0][d] else None for d, s in enumerate(x) if d not in gone])
-            return [tuple(next(whole) if d in numbers.offset_dims else next(along) for d in range(len(out)))]
+            whole = iter(
+                [
+                    s if params["slice_sizes"][d] == shapes[0][d] else None
+                    for d, s in enumerate(x)
+                    if d not in gone
+                ]
+            )
+            return [
+                tuple(
+                    next(whole) if d in numbers.offset_dims else next(along)
+                    for d in range(len(out))
+                )
+            ]
     if "axes" in params and len(out) < len(x):  # reductions
         gone = set(params["axes"])
         return [tuple(s for d, s in enumerate(x) if d not in gone)] * len(eqn.outvars)
@@ -200,11 +271,16 @@ def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
 
 
 def _alike(out: Sequence[int], shapes: Sequence[Sequence[int]], given: Sequence[Spec]) -> Spec:
-    """The sharding of a result whose dimensions are those of its operands, where their sizes are the same."""
+    """The sharding of a result whose dimensions are those of its operands, where their sizes are
+    the same.
+    """
     found: list[Any] = [None] * len(out)
     for shape, spec in zip(shapes, given, strict=True):
         if len(shape) == len(out):
-            found = [f or (s if n == m else None) for f, s, n, m in zip(found, spec, shape, out, strict=True)]
+            found = [
+                f or (s if n == m else None)
+                for f, s, n, m in zip(found, spec, shape, out, strict=True)
+            ]
     return tuple(found)
 
 

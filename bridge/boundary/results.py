@@ -1,4 +1,7 @@
-"""Results of a computation, and their way out at the border: trees taken apart, devices, and writes to tensors from outside."""
+"""Results of a computation, and their way out at the border: trees taken apart, devices, and writes
+to tensors from outside.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,21 +31,37 @@ class Result:
     """The result of a computation."""
 
     values: list[Any]  # JAX values, outputs first
-    meta: Any = None  # what the transform needs to rebuild its outputs from the values; it holds no arrays
-    #: (leaf index or outer node, index into values, detached) of each tensor from outside that the function wrote to
+    # what the transform needs to rebuild its outputs from the values; it holds no arrays
+    meta: Any = None
+    #: (leaf index or outer node, index into values, detached) of each tensor from outside that the
+    #: function wrote to
     written: list[tuple[int | Node, int, bool]] = dataclasses.field(default_factory=list)
-    #: by the index of an output that shares the memory of a leaf, an outer node or another output: which one, and its views that lead there
-    shared: dict[int, tuple[int | Node | Output, tuple[View, ...]]] = dataclasses.field(default_factory=dict)
-    writers: list[Any] = dataclasses.field(default_factory=list)  # the last operator that wrote to each of ``written``, if it is known
-    like: Sequence[Any] = ()  # arrays; on an explicit mesh the first outputs are sharded as they are
-    apart: bool = False  # a write to one argument is not seen in another input, even if the two share memory, as under torch.func
+    #: by the index of an output that shares the memory of a leaf, an outer node or another output:
+    #: which one, and its views that lead there
+    shared: dict[int, tuple[int | Node | Output, tuple[View, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+    # the last operator that wrote to each of ``written``, if it is known
+    writers: list[Any] = dataclasses.field(default_factory=list)
+    # arrays; on an explicit mesh the first outputs are sharded as they are
+    like: Sequence[Any] = ()
+    # a write to one argument is not seen in another input, even if the two share memory, as under
+    # torch.func
+    apart: bool = False
 
     def after(self, values: list[Any], shift: int, first: int = 0) -> Result:
-        """The same result with other values in front; of its outputs, those before ``first`` are no longer there."""
+        """The same result with other values in front; of its outputs, those before ``first`` are no
+        longer there.
+        """
         return Result(
-            values, self.meta, [(target, index + shift, detached) for target, index, detached in self.written],
+            values,
+            self.meta,
+            [(target, index + shift, detached) for target, index, detached in self.written],
             {
-                index + shift: (Output(source.index + shift) if isinstance(source, Output) else source, views)
+                index + shift: (
+                    Output(source.index + shift) if isinstance(source, Output) else source,
+                    views,
+                )
                 for index, (source, views) in self.shared.items()
                 if min(index, source.index if isinstance(source, Output) else index) >= first
             },
@@ -50,7 +69,8 @@ class Result:
 
 
 Computation = Callable[[list[Any]], Result]
-#: An output at the border that shares memory: its index, the tensor from outside or the other output, and the views that lead to it.
+#: An output at the border that shares memory: its index, the tensor from outside or the other
+#: output, and the views that lead to it.
 SharedOutput = tuple[int, torch.Tensor | Output, tuple[View, ...]]
 
 
@@ -69,18 +89,28 @@ def split_arrays(leaves: Sequence[Any]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Twin:
-    """Stands for a leaf that is the same tensor as an earlier one, so that the function gets one object in both places."""
+    """Stands for a leaf that is the same tensor as an earlier one, so that the function gets one
+    object in both places.
+    """
 
     first: int
 
 
 def without_twins(leaves: Sequence[Any], dims: Sequence[int | None] = ()) -> list[Any]:
-    """The leaves, each tensor once, and a Twin in its other places; what a vmap maps (dims) is another tensor in each place."""
+    """The leaves, each tensor once, and a Twin in its other places; what a vmap maps (dims) is
+    another tensor in each place.
+    """
     if len({*map(id, leaves)}) == len(leaves):
         return list(leaves)
     first: dict[int, int] = {}
-    once = [isinstance(x, torch.Tensor) and (i >= len(dims) or dims[i] is None) for i, x in enumerate(leaves)]
-    return [Twin(k) if o and (k := first.setdefault(id(x), i)) != i else x for i, (x, o) in enumerate(zip(leaves, once, strict=True))]
+    once = [
+        isinstance(x, torch.Tensor) and (i >= len(dims) or dims[i] is None)
+        for i, x in enumerate(leaves)
+    ]
+    return [
+        Twin(k) if o and (k := first.setdefault(id(x), i)) != i else x
+        for i, (x, o) in enumerate(zip(leaves, once, strict=True))
+    ]
 
 
 def with_twins(leaves: list[Any]) -> list[Any]:
@@ -90,7 +120,9 @@ def with_twins(leaves: list[Any]) -> list[Any]:
 
 
 def take_apart(out: Any) -> tuple[list[Any], Any]:
-    """The tensors in a function's output, and the rest for ``put_together``: (spec, the other leaves, each tensor's device or False)."""
+    """The tensors in a function's output, and the rest for ``put_together``: (spec, the other
+    leaves, each tensor's device or False).
+    """
     return of_leaves(*trees.flatten(out))
 
 
@@ -105,12 +137,18 @@ def put_together(tensors_: Sequence[Any], meta: Any) -> Any:
     """The tree that ``take_apart`` took apart, with the given values in the tensors' places."""
     spec, static, is_tensor = meta
     source = iter(tensors_)
-    return trees.unflatten(spec, [_on(next(source), t) if t else x for x, t in zip(static, is_tensor, strict=True)])
+    return trees.unflatten(
+        spec, [_on(next(source), t) if t else x for x, t in zip(static, is_tensor, strict=True)]
+    )
 
 
 def _on(value: Any, device: Any) -> Any:
     """The value; a tensor is on the device where PyTorch's function leaves it."""
-    if isinstance(value, torch.Tensor) and isinstance(device, torch.device) and value.device.type != device.type:
+    if (
+        isinstance(value, torch.Tensor)
+        and isinstance(device, torch.device)
+        and value.device.type != device.type
+    ):
         return value.to(device)
     return value
 
@@ -123,33 +161,44 @@ def write_back(written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(value)
             continue
         if not target.is_leaf and not target._is_view():
-            target.detach_()  # PyTorch may have given it a history inside the trace; the new value already has all of it
+            # PyTorch may have given it a history inside the trace; the new value already has all of
+            # it
+            target.detach_()
         target.copy_(value)
 
 
 def placed(outs: list[Any], shared: Sequence[SharedOutput]) -> list[Any]:
-    """The outputs, those that share memory replaced by views of the tensors whose memory it is, which have been written to by now."""
+    """The outputs, those that share memory replaced by views of the tensors whose memory it is,
+    which have been written to by now.
+    """
     for i, source, views in shared:
         t = outs[source.index] if isinstance(source, Output) else source
         try:
             outs[i] = again(t, views) if views else t
-        except RuntimeError:  # PyTorch's views do not all take a tensor with a conjugate or a negative bit
+        except RuntimeError:
+            # PyTorch's views do not all take a tensor with a conjugate or a negative bit
             outs[i] = again(t.resolve_conj().resolve_neg(), views)
     return outs
 
 
 def conj(v: jax.Array) -> jax.Array:
-    """The conjugate of a complex value: torch's gradients of complex values are the conjugates of JAX's."""
+    """The conjugate of a complex value: torch's gradients of complex values are the conjugates of
+    JAX's.
+    """
     return jnp.conj(v) if jnp.issubdtype(v.dtype, jnp.complexfloating) else v
 
 
 def as_gradients(found: Iterable[jax.Array], transform: str) -> list[jax.Array]:
-    """What a pullback of JAX's gives, as torch's gradients; in anomaly mode NaN is refused, as by torch's autograd."""
+    """What a pullback of JAX's gives, as torch's gradients; in anomaly mode NaN is refused, as by
+    torch's autograd.
+    """
     found = [conj(g) for g in found]
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         for k, g in enumerate(found):
             if inexact(g):
-                refuse(jnp.isnan(g), f"Function '{transform}' returned nan values in its {k}th output.")
+                refuse(
+                    jnp.isnan(g), f"Function '{transform}' returned nan values in its {k}th output."
+                )
     return found
 
 

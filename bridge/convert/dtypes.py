@@ -1,4 +1,7 @@
-"""Maps torch dtypes to JAX dtypes and back by one table, and finds the dtype that torch promotes operands to."""
+"""Maps torch dtypes to JAX dtypes and back by one table, and finds the dtype that torch promotes
+operands to.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -12,15 +15,33 @@ import torch
 _TO_JAX = {
     getattr(torch, name): np.dtype(name)  # ml_dtypes teaches numpy bfloat16 and the 8-bit floats
     for name in (
-        "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
-        "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
     )
 }
 _TO_TORCH = {j: t for t, j in _TO_JAX.items()}
 
 
 def to_jax(dtype: torch.dtype) -> np.dtype:
-    """The JAX (numpy) dtype of a torch dtype; raises TypeError if JAX has none (``complex32``, quantized types).
+    """The JAX (numpy) dtype of a torch dtype; raises TypeError if JAX has none (``complex32``,
+    quantized types).
 
     Example:
         >>> to_jax(torch.float32)
@@ -30,12 +51,14 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
         return _TO_JAX[dtype]
     except KeyError:
         raise TypeError(
-            f"dtype: JAX has no counterpart of {dtype}; convert the tensor first, for example with .to(torch.float32)"
+            f"dtype: JAX has no counterpart of {dtype}; convert the tensor first, for example with "
+            ".to(torch.float32)"
         ) from None
 
 
 def to_torch(dtype: object) -> torch.dtype:
-    """The torch dtype of a numpy dtype, or of anything that ``np.dtype`` takes; raises TypeError if torch has none (``int4``, PRNG keys).
+    """The torch dtype of a numpy dtype, or of anything that ``np.dtype`` takes; raises TypeError if
+    torch has none (``int4``, PRNG keys).
 
     Example:
         >>> to_torch(np.int64)
@@ -44,7 +67,10 @@ def to_torch(dtype: object) -> torch.dtype:
     try:
         return _TO_TORCH[dtype if isinstance(dtype, np.dtype) else np.dtype(dtype)]  # type: ignore[call-overload]
     except (KeyError, TypeError):
-        raise TypeError(f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast it first, for example with .astype") from None
+        raise TypeError(
+            f"dtype: torch has no counterpart of the JAX dtype {dtype}; cast "
+            "it first, for example with .astype"
+        ) from None
 
 
 #: Kinds of dtypes, in the order of promotion: a later kind prevails over an earlier one.
@@ -53,7 +79,15 @@ BOOL, INT, FLOAT, COMPLEX = range(4)
 
 def kind(dtype: torch.dtype) -> int:
     """The kind of a dtype: BOOL, INT, FLOAT or COMPLEX."""
-    return COMPLEX if dtype.is_complex else FLOAT if dtype.is_floating_point else BOOL if dtype is torch.bool else INT
+    return (
+        COMPLEX
+        if dtype.is_complex
+        else FLOAT
+        if dtype.is_floating_point
+        else BOOL
+        if dtype is torch.bool
+        else INT
+    )
 
 
 def of_number(x: complex | np.number | np.bool_) -> torch.dtype:
@@ -71,11 +105,15 @@ def of_number(x: complex | np.number | np.bool_) -> torch.dtype:
 def promoted(operands: Iterable[Any]) -> torch.dtype:
     """torch.result_type for any number of operands: tensors, JAX arrays and Python numbers.
 
-    There are three classes of operands: with dimensions, 0-dim, and numbers.  A lower class counts only if its kind is higher
-    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc).  None is no operand.
+    There are three classes of operands: with dimensions, 0-dim, and numbers. A lower class counts
+    only if its kind is higher
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc). None is no
+    operand.
 
     Example:
-        >>> promoted([torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2])
+        >>> promoted(
+        ...     [torch.ones(2, dtype=torch.float16), torch.tensor(1.0, dtype=torch.float64), 2]
+        ... )
         torch.float16
         >>> promoted([torch.ones(2, dtype=torch.int8), 2.5])
         torch.float32
@@ -85,7 +123,10 @@ def promoted(operands: Iterable[Any]) -> torch.dtype:
         if x is None:
             continue
         if hasattr(x, "dtype"):
-            rank, dtype = (0 if x.ndim else 1), x.dtype if isinstance(x.dtype, torch.dtype) else to_torch(x.dtype)
+            rank, dtype = (
+                (0 if x.ndim else 1),
+                x.dtype if isinstance(x.dtype, torch.dtype) else to_torch(x.dtype),
+            )
         else:
             rank, dtype = 2, of_number(x)
         have = found[rank]

@@ -1,8 +1,10 @@
 """Flattens nested Python data to leaves and back; torch's and JAX's pytrees are treated as one.
 
-Dicts keep their insertion order, and None is a leaf, as in torch.  Namedtuples, dataclasses and types that are registered with torch or
-JAX are nodes.  Specs are hashable, and cheap enough to be the key of a compilation cache.
+Dicts keep their insertion order, and None is a leaf, as in torch. Namedtuples, dataclasses and
+types that are registered with torch or JAX are nodes. Specs are hashable, and cheap enough to be
+the key of a compilation cache.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -25,7 +27,8 @@ LEAF = None
 class Spec:
     """A tree without its leaves: the node's type, its context and its children's specs.
 
-    Two specs are equal only if no key of a dict differs in type or sign: ``{1: x}`` and ``{True: x}`` have different specs.
+    Two specs are equal only if no key of a dict differs in type or sign: ``{1: x}`` and
+    ``{True: x}`` have different specs.
     """
 
     __slots__ = ("_hash", "_key", "children", "context", "count", "kind", "starts")
@@ -33,14 +36,17 @@ class Spec:
     def __init__(self, context: Any, key: tuple[Any, ...], hashed: int) -> None:
         self.context, self._key, self._hash = context, key, hashed
         self.kind, _, self.children = key
-        self.starts = (0, *itertools.accumulate(map(count, self.children)))  # of each child among the leaves, and their number
+        # of each child among the leaves, and their number
+        self.starts = (0, *itertools.accumulate(map(count, self.children)))
         self.count: int = self.starts[-1]
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Spec) and self._hash == other._hash and self._key == other._key)
+        return self is other or (
+            isinstance(other, Spec) and self._hash == other._hash and self._key == other._key
+        )
 
     def __repr__(self) -> str:
         name = getattr(self.kind, "__name__", str(self.kind))
@@ -53,11 +59,16 @@ _DICTS, _STRINGS = frozenset({dict, OrderedDict}), frozenset({str})
 
 
 def _make(kind: Any, context: Any, children: tuple[Spec | None, ...]) -> Spec:
-    exact = identical(context) if kind in _DICTS and not _STRINGS.issuperset(map(type, context)) else context
+    exact = (
+        identical(context)
+        if kind in _DICTS and not _STRINGS.issuperset(map(type, context))
+        else context
+    )
     key = (kind, exact, children)
     try:
         spec = process.treedefs.get(key)
-    except TypeError:  # a registered node's context may be unhashable; equality still tells specs apart
+    except TypeError:
+        # a registered node's context may be unhashable; equality still tells specs apart
         return Spec(context, key, hash((kind, children)))
     if spec is None:
         spec = Spec(context, key, hash(key))
@@ -67,7 +78,8 @@ def _make(kind: Any, context: Any, children: tuple[Spec | None, ...]) -> Spec:
 
 
 class Opened:
-    """Stands for an object in a tree: a node, whose children are the values of the object's attributes.
+    """Stands for an object in a tree: a node, whose children are the values of the object's
+    attributes.
 
     What is built from its spec is another object of the class.
     """
@@ -82,11 +94,14 @@ class Opened:
 ATOMS = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex}
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec | None]:
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Spec | None]:
     """The leaves of a tree, in order, and its spec (None: the tree is itself a leaf).
 
     Args:
-        tree: nested dicts, lists, tuples, namedtuples, dataclasses, registered nodes; anything else is a leaf.
+        tree: nested dicts, lists, tuples, namedtuples, dataclasses, registered nodes; anything else
+            is a leaf.
         is_leaf: a node for which it returns True is a leaf.
 
     Example:
@@ -126,7 +141,8 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
 
 
 def _open(tree: Any) -> tuple[Any, Any] | None:
-    """The children and the context of a node that is not a list, tuple or dict; None if it is a leaf.
+    """The children and the context of a node that is not a list, tuple or dict; None if it is a
+    leaf.
 
     The context of a node that only JAX knows is its treedef, one level deep.
     """
@@ -168,11 +184,15 @@ def joined(*specs: Spec | None) -> Spec:
 
 
 def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
-    """The tree with this spec and these leaves, the inverse of ``flatten``; raises ValueError if their number differs from the spec's."""
+    """The tree with this spec and these leaves, the inverse of ``flatten``; raises ValueError if
+    their number differs from the spec's.
+    """
     found = list(leaves)
     places = 1 if spec is LEAF else spec.count
     if len(found) != places:
-        raise ValueError(f"leaves: {'more' if len(found) > places else 'fewer'} than the spec has places for")
+        raise ValueError(
+            f"leaves: {'more' if len(found) > places else 'fewer'} than the spec has places for"
+        )
     return _build(spec, iter(found))
 
 
@@ -225,7 +245,11 @@ def paths(spec: Spec | None) -> list[tuple[Any, ...]]:
         steps = map(Field, spec.context[1])
     elif children and len(getattr(spec.kind, "_fields", ())) == len(children):
         steps = map(Field, spec.kind._fields)
-    return [(step, *below) for step, child in zip(steps, children, strict=True) for below in paths(child)]
+    return [
+        (step, *below)
+        for step, child in zip(steps, children, strict=True)
+        for below in paths(child)
+    ]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -239,8 +263,11 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return unflatten(spec, [fn(x) for x in leaves])
 
 
-def broadcast(prefix: Any, spec: Spec | None, is_leaf: Callable[[Any], bool] | None = None) -> list[Any] | None:
-    """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not fit; is_leaf: as for ``flatten``.
+def broadcast(
+    prefix: Any, spec: Spec | None, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any] | None:
+    """A prefix tree (for example in_dims) spread over the leaves of a spec; None if it does not
+    fit; is_leaf: as for ``flatten``.
 
     Example:
         >>> _, spec = flatten((1, [2, 3]))
@@ -262,12 +289,18 @@ def _spread(prefix: Spec | None, source: Iterator[Any], spec: Spec | None) -> li
         if keys is None or others is None or set(keys) != set(others):
             return None
         order = [others.index(key) for key in keys]
-    parts = [_spread(mine, source, spec.children[i]) for mine, i in zip(prefix.children, order, strict=True)]
+    parts = [
+        _spread(mine, source, spec.children[i])
+        for mine, i in zip(prefix.children, order, strict=True)
+    ]
     if None in parts:
         return None
     found = [x for part in parts for x in part]
-    # torch.func takes the entries of a dict whose keys are in another order by position, not by key; it is refused if that matters
-    by_key = [x for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)) for x in part]
+    # torch.func takes the entries of a dict whose keys are in another order by position, not by
+    # key; it is refused if that matters
+    by_key = [
+        x for _, part in sorted(zip(order, parts, strict=True), key=itemgetter(0)) for x in part
+    ]
     return found if by_key == found else None
 
 

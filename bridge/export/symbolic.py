@@ -1,8 +1,11 @@
-"""One program with symbolic sizes, from the programs of a function that was traced at several sizes.
+"""One program with symbolic sizes, from the programs of a function that was traced at several
+sizes.
 
-These are read together, equation by equation.  What is the same in all of them stays; a size that differs becomes an expression of the
-symbols that has these values, and so does a number that was computed from sizes; whatever else differs cannot be exported.
+These are read together, equation by equation. What is the same in all of them stays; a size that
+differs becomes an expression of the symbols that has these values, and so does a number that was
+computed from sizes; whatever else differs cannot be exported.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -25,10 +28,18 @@ from bridge.trace.value_checks import is_check
 Eqns = Sequence[JaxprEqn]
 Vector = tuple[int, ...]
 
-#: Primitives that are their function, by the parameter that has it; rules for derivatives are no longer needed.
+#: Primitives that are their function, by the parameter that has it; rules for derivatives are no
+#: longer needed.
 CALLS = {
-    "jit": "jaxpr", "pjit": "jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
 
 
@@ -50,7 +61,9 @@ class Replay:
 
     def __init__(self, sizes: Sequence[Sizes], symbols: dict[str, Any]) -> None:
         self.sizes, self.symbols = sizes, symbols
-        self.known: dict[Vector, Any] = {tuple(s[name] for s in sizes): dim for name, dim in symbols.items()}
+        self.known: dict[Vector, Any] = {
+            tuple(s[name] for s in sizes): dim for name, dim in symbols.items()
+        }
 
     def __call__(self, programs: Sequence[ClosedJaxpr], operands: Sequence[Any]) -> list[Any]:
         """The programs' outputs for these operands, which have symbolic shapes."""
@@ -64,19 +77,39 @@ class Replay:
         every = [getattr(p, "consts", ()) for p in programs]
         if len({len(consts) for consts in every}) > 1:
             raise Differs("the program has other tables of numbers at other sizes")
-        uses = [[e for e in jaxprs[0].eqns if any(v is const for v in e.invars)] for const in jaxprs[0].constvars]
-        consts = [self._constant(values, eqns) for values, eqns in zip(zip(*every, strict=True), uses, strict=True)]
+        uses = [
+            [e for e in jaxprs[0].eqns if any(v is const for v in e.invars)]
+            for const in jaxprs[0].constvars
+        ]
+        consts = [
+            self._constant(values, eqns)
+            for values, eqns in zip(zip(*every, strict=True), uses, strict=True)
+        ]
         return self._run(jaxprs, consts, operands)
 
-    def _run(self, jaxprs: Sequence[Jaxpr], consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def _run(
+        self, jaxprs: Sequence[Jaxpr], consts: Sequence[Any], operands: Sequence[Any]
+    ) -> list[Any]:
         first = jaxprs[0]
-        values: dict[Any, Any] = dict(zip([*first.constvars, *first.invars], [*consts, *operands], strict=True))
-        numbers: list[dict[Any, int]] = [{v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in jaxprs]
+        values: dict[Any, Any] = dict(
+            zip([*first.constvars, *first.invars], [*consts, *operands], strict=True)
+        )
+        numbers: list[dict[Any, int]] = [
+            {v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in jaxprs
+        ]
 
         def read(atoms: Sequence[Any], eqns: Eqns) -> Any:
             if all(isinstance(v, Literal) for v in atoms):
                 return self._constant([np.asarray(v.val, v.aval.dtype) for v in atoms], eqns)
-            if len({-1 if isinstance(v, Literal) else n[v] for v, n in zip(atoms, numbers, strict=True)}) > 1:
+            if (
+                len(
+                    {
+                        -1 if isinstance(v, Literal) else n[v]
+                        for v, n in zip(atoms, numbers, strict=True)
+                    }
+                )
+                > 1
+            ):
                 raise Differs(f"what it computes{where(eqns)} has other operands at other sizes")
             return values[atoms[0]]
 
@@ -84,12 +117,17 @@ class Replay:
             if None in eqns or len({e.primitive for e in eqns}) > 1:
                 at = where([e for e in eqns if e is not None])
                 raise Differs(
-                    f"the program has other operations at other sizes, first{at}: either Python asks for the size there, in an `if` or "
-                    "a loop, or the operator computes in another way; use torch.where and operators on whole tensors"
+                    f"the program has other operations at other sizes, first{at}: either Python "
+                    "asks for the size there, in an `if` or a loop, or the operator computes in "
+                    "another way; use torch.where and operators on whole tensors"
                 )
         for eqns in zip(*[j.eqns for j in jaxprs], strict=True):
-            outs = self._equation(eqns, [read(atoms, eqns) for atoms in zip(*[e.invars for e in eqns], strict=True)])
-            for variables, value in zip(zip(*[e.outvars for e in eqns], strict=True), outs, strict=True):
+            outs = self._equation(
+                eqns, [read(atoms, eqns) for atoms in zip(*[e.invars for e in eqns], strict=True)]
+            )
+            for variables, value in zip(
+                zip(*[e.outvars for e in eqns], strict=True), outs, strict=True
+            ):
                 self._learn(variables, value)
                 values[variables[0]] = value
                 for n, v in zip(numbers, variables, strict=True):
@@ -97,15 +135,19 @@ class Replay:
         return [read(atoms, ()) for atoms in zip(*[j.outvars for j in jaxprs], strict=True)]
 
     def _learn(self, variables: Sequence[Any], value: Any) -> None:
-        """Remember the sizes of a value, which later parameters may name; raises if they are not those of the programs."""
+        """Remember the sizes of a value, which later parameters may name; raises if they are not
+        those of the programs.
+        """
         for k, dim in enumerate(getattr(value, "shape", ())):
             vector = tuple(v.aval.shape[k] for v in variables)
             if [private_jax.size_at(dim, s) for s in self.sizes] != [*vector]:
-                raise Differs(f"dimension {k} of a result is {dim}, and {vector} at the sizes {self.sizes}")
+                raise Differs(
+                    f"dimension {k} of a result is {dim}, and {vector} at the sizes {self.sizes}"
+                )
             if not isinstance(dim, int):
                 self.known.setdefault(vector, dim)
 
-    # -- one equation ---------------------------------------------------------------------------------------------------------------
+    # -- one equation ------------------------------------------------------------------------------
     def _equation(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
         eqn, name = eqns[0], eqns[0].primitive.name
         if is_check(eqn) or name == "stopped_by_torch":
@@ -135,12 +177,17 @@ class Replay:
         if isinstance(first, tuple | list) and all(len(v) == len(first) for v in values):
             parts = [self._param(part, key, eqns) for part in zip(*values, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-        if isinstance(first, Jaxpr | ClosedJaxpr):  # of a reduction or a scatter: it computes with single numbers
+        # of a reduction or a scatter: it computes with single numbers
+        if isinstance(first, Jaxpr | ClosedJaxpr):
             same = len({str(v) for v in values}) == 1
         else:
-            same = all(v is first or v == first for v in values) or (callable(first) and not isinstance(first, type))
+            same = all(v is first or v == first for v in values) or (
+                callable(first) and not isinstance(first, type)
+            )
         if not same:
-            raise Differs(f"{key}{where(eqns)} is {', '.join(map(str, values))} at the sizes {self.sizes}")
+            raise Differs(
+                f"{key}{where(eqns)} is {', '.join(map(str, values))} at the sizes {self.sizes}"
+            )
         return first
 
     def _while(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
@@ -148,12 +195,18 @@ class Replay:
         going, consts, carry = operands[:n], operands[n : n + m], operands[n + m :]
         cond, body = ([e.params[key] for e in eqns] for key in ("cond_jaxpr", "body_jaxpr"))
         return lax.while_loop(
-            lambda c: self._closed(cond, [*going, *c])[0], lambda c: tuple(self._closed(body, [*consts, *c])), tuple(carry)
-        )  # fmt: skip
+            lambda c: self._closed(cond, [*going, *c])[0],
+            lambda c: tuple(self._closed(body, [*consts, *c])),
+            tuple(carry),
+        )
 
     def _cond(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
         branches = zip(*[e.params["branches"] for e in eqns], strict=True)
-        return lax.switch(operands[0], [lambda *xs, b=b: tuple(self._closed(b, xs)) for b in branches], *operands[1:])
+        return lax.switch(
+            operands[0],
+            [lambda *xs, b=b: tuple(self._closed(b, xs)) for b in branches],
+            *operands[1:],
+        )
 
     def _scan(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
         params = eqns[0].params
@@ -161,7 +214,9 @@ class Replay:
         consts, carry, rows = operands[:n], operands[n : n + m], operands[n + m :]
 
         def step(carry: Any, row: Any) -> Any:
-            out = self._closed([e.params["jaxpr"] for e in eqns], [*consts, *carry, *row[: len(rows)]])
+            out = self._closed(
+                [e.params["jaxpr"] for e in eqns], [*consts, *carry, *row[: len(rows)]]
+            )
             return tuple(out[:m]), tuple(out[m:])
 
         length = self.size(tuple(e.params["length"] for e in eqns), eqns)
@@ -175,12 +230,15 @@ class Replay:
         consts, right = operands[before : before + n], operands[sum(lengths) :]
         return self._closed([e.params["jaxprs"].solve for e in eqns], [*consts, *right])
 
-    # -- sizes and numbers ------------------------------------------------------------------------------------------------------------
+    # -- sizes and numbers -------------------------------------------------------------------------
     def size(self, values: Vector, eqns: Eqns = ()) -> Any:
         """The size that has these values."""
         found = self._size(values)
         if found is None:
-            raise Differs(f"a size{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
+            raise Differs(
+                f"a size{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no "
+                "formula was found"
+            )
         return found
 
     def _size(self, values: Vector, depth: int = 2) -> Any:
@@ -194,22 +252,34 @@ class Replay:
             if found is None:
                 found = self._floor(values)
             if found is None:
-                found = self._combination(values, dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)])
+                found = self._combination(
+                    values,
+                    dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)],
+                )
             if found is None:
                 return None
             self.known[values] = found
         return self.known[values]
 
     def _combination(self, values: Vector, dims: Sequence[Any]) -> Any:
-        """The sum of multiples of these sizes that has the values at all sizes; one more than needed must agree."""
+        """The sum of multiples of these sizes that has the values at all sizes; one more than
+        needed must agree.
+        """
         if len(values) < len(dims) + 2:
             return None
-        table = np.array([[1, *[private_jax.size_at(d, s) for d in dims]] for s in self.sizes], np.float64)
+        table = np.array(
+            [[1, *[private_jax.size_at(d, s) for d in dims]] for s in self.sizes], np.float64
+        )
         solution = np.linalg.lstsq(table, np.array(values, np.float64), rcond=None)[0]
         for over in (1, 2):  # b * (b - 1) / 2
             factors = [round(c) for c in solution * over]
-            if all(sum(f * int(t) for f, t in zip(factors, row, strict=True)) == over * v for row, v in zip(table, values, strict=True)):
-                total = sum((f * d for f, d in zip(factors[1:], dims, strict=True) if f), factors[0])
+            if all(
+                sum(f * int(t) for f, t in zip(factors, row, strict=True)) == over * v
+                for row, v in zip(table, values, strict=True)
+            ):
+                total = sum(
+                    (f * d for f, d in zip(factors[1:], dims, strict=True) if f), factors[0]
+                )
                 return total if over == 1 else total // over
         return None
 
@@ -222,7 +292,9 @@ class Replay:
                 return common * rest
         for vector, dim in [*self.known.items()]:
             if all(n and v % n == 0 for v, n in zip(values, vector, strict=True)):
-                rest = self._size(tuple(v // n for v, n in zip(values, vector, strict=True)), depth - 1)
+                rest = self._size(
+                    tuple(v // n for v, n in zip(values, vector, strict=True)), depth - 1
+                )
                 if rest is not None:
                     return dim * rest
             apart = {v - n for v, n in zip(values, vector, strict=True)}
@@ -236,18 +308,30 @@ class Replay:
             for by in range(2, len(values) + 1):
                 least = max(v * by - n for v, n in zip(values, vector, strict=True))
                 if least == min(v * by + by - 1 - n for v, n in zip(values, vector, strict=True)):
-                    return (dim + least - by) // by + 1  # as JAX writes the sizes of windows and slices
+                    # as JAX writes the sizes of windows and slices
+                    return (dim + least - by) // by + 1
         return None
 
     def _constant(self, values: Sequence[Any], eqns: Eqns) -> Any:
-        arrays = [np.asarray(v) if not jnp.issubdtype(getattr(v, "dtype", np.int32), jax.dtypes.extended) else v for v in values]
+        arrays = [
+            np.asarray(v)
+            if not jnp.issubdtype(getattr(v, "dtype", np.int32), jax.dtypes.extended)
+            else v
+            for v in values
+        ]
         first = arrays[0]
         if all(a is first or (a.shape == first.shape and _equal(a, first)) for a in arrays):
             return first
-        return self._table(arrays, eqns) if first.ndim else self.number([a[()] for a in arrays], first.dtype, eqns)
+        return (
+            self._table(arrays, eqns)
+            if first.ndim
+            else self.number([a[()] for a in arrays], first.dtype, eqns)
+        )
 
     def _table(self, arrays: Sequence[np.ndarray], eqns: Eqns) -> Any:
-        """An array that counts, begin + sum of step * index over its dimensions, or one whose numbers change at a diagonal."""
+        """An array that counts, begin + sum of step * index over its dimensions, or one whose
+        numbers change at a diagonal.
+        """
         first = arrays[0]
         if len({a.ndim for a in arrays}) > 1:
             raise Differs(f"a table{where(eqns)} has other dimensions at other sizes")
@@ -263,9 +347,18 @@ class Replay:
             parts = [_by_diagonal(a, offset) for a in arrays]
             if all(p is not None for p in parts):
                 left, on, right = [self._constant(part, eqns) for part in zip(*parts, strict=True)]
-                place = lax.broadcasted_iota(np.int64, shape, 1) - lax.broadcasted_iota(np.int64, shape, 0) - offset
-                return jnp.where(place < 0, left, jnp.where(place == 0, on, right)).astype(first.dtype)
-        raise Differs(f"a table{where(eqns)} has the shapes {', '.join(str(a.shape) for a in arrays)} at the sizes {self.sizes}")
+                place = (
+                    lax.broadcasted_iota(np.int64, shape, 1)
+                    - lax.broadcasted_iota(np.int64, shape, 0)
+                    - offset
+                )
+                return jnp.where(place < 0, left, jnp.where(place == 0, on, right)).astype(
+                    first.dtype
+                )
+        raise Differs(
+            f"a table{where(eqns)} has the shapes {', '.join(str(a.shape) for a in arrays)} at the "
+            f"sizes {self.sizes}"
+        )
 
     def number(self, values: Sequence[Any], dtype: Any, eqns: Eqns = ()) -> Any:
         """The number that has these values: a size, or one of ``_FORMS`` of a size."""
@@ -277,18 +370,29 @@ class Replay:
                 if size is not None:
                     return form(jnp.asarray(size).astype(np.float64)).astype(dtype)
             finite = np.isfinite(given).all()
-            for vector, dim in [*self.known.items()] if finite else []:  # a factor times a power of (a size + an integer)
+            # a factor times a power of (a size + an integer)
+            for vector, dim in [*self.known.items()] if finite else []:
                 known = np.array(vector, np.float64)
                 times, plus = np.polyfit(known, given, 1)
                 for shift in {0, round(plus / times) if abs(plus) < 2**31 * abs(times) else 0}:
                     for power in (1, -1, 0.5, -0.5):
                         factor = given / (known + shift) ** power
                         if np.allclose(factor, factor[0], rtol=near, atol=0):
-                            return (factor.mean() * (jnp.asarray(dim).astype(np.float64) + shift) ** power).astype(dtype)
-        raise NoFormula(f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no formula was found")
+                            return (
+                                factor.mean()
+                                * (jnp.asarray(dim).astype(np.float64) + shift) ** power
+                            ).astype(dtype)
+        raise NoFormula(
+            f"a number{where(eqns)} is {_listed(values)} at the sizes {self.sizes}, in which no "
+            "formula was found"
+        )
 
-    def _rounded(self, found: np.ndarray, form: Callable[[Any], Any], given: np.ndarray, near: float) -> Any:
-        """A size near the numbers found, which have rounding errors; form of it gives the given ones."""
+    def _rounded(
+        self, found: np.ndarray, form: Callable[[Any], Any], given: np.ndarray, near: float
+    ) -> Any:
+        """A size near the numbers found, which have rounding errors; form of it gives the given
+        ones.
+        """
 
         def right(n: np.ndarray) -> bool:
             return np.allclose(form(n), given, rtol=near, atol=0)
@@ -300,7 +404,9 @@ class Replay:
             if size is not None:
                 return size
         known = [*self.known.items()]
-        for (a, one), (b, other) in itertools.chain(zip(known, itertools.repeat(((1,) * len(found), 1))), itertools.combinations(known, 2)):
+        for (a, one), (b, other) in itertools.chain(
+            zip(known, itertools.repeat(((1,) * len(found), 1))), itertools.combinations(known, 2)
+        ):
             vector = np.array(a, np.float64) * np.array(b, np.float64)
             factor = round(float(np.median(found / vector)))
             if factor and right(factor * vector):
@@ -318,11 +424,15 @@ _FORMS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
     (lambda n: 1 / n**0.5, lambda v: 1 / (v * v)),
 ]
 _LOOPS: dict[str, Callable[[Replay, Eqns, list[Any]], Sequence[Any]]] = {
-    "while": Replay._while, "cond": Replay._cond, "scan": Replay._scan, "custom_linear_solve": Replay._solve,
+    "while": Replay._while,
+    "cond": Replay._cond,
+    "scan": Replay._scan,
+    "custom_linear_solve": Replay._solve,
 }
 #: Primitives of this project, which the exported program may not contain.
 _RULES: dict[str, Callable[..., Any]] = {
-    "with_cotangent": lambda x, *_, change: x, "conv": of_any_size,
+    "with_cotangent": lambda x, *_, change: x,
+    "conv": of_any_size,
     "at_lane": lambda numbers, lane: lax.dynamic_index_in_dim(numbers, lane, 0, keepdims=False),
 }
 
@@ -339,7 +449,10 @@ def _counts(a: np.ndarray) -> list[Any] | None:
         steps, made = [0] * a.ndim, np.full(a.shape, begin)
     else:
         wide = a.astype(np.float64 if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
-        steps = [wide[unit] - wide[(0,) * a.ndim] if n > 1 else 0 for unit, n in zip(units, a.shape, strict=True)]
+        steps = [
+            wide[unit] - wide[(0,) * a.ndim] if n > 1 else 0
+            for unit, n in zip(units, a.shape, strict=True)
+        ]
         made = begin + sum(s * i for s, i in zip(steps, np.indices(a.shape), strict=True))
         if jnp.issubdtype(a.dtype, jnp.floating):
             near = np.allclose(made, wide, rtol=0, atol=_near(a.dtype) * abs(wide).max())
@@ -348,7 +461,9 @@ def _counts(a: np.ndarray) -> list[Any] | None:
 
 
 def _near(dtype: Any) -> float:
-    """By how much, relative to them, two numbers may differ that were computed in different ways."""
+    """By how much, relative to them, two numbers may differ that were computed
+    in different ways.
+    """
     return 4.0 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
@@ -366,10 +481,22 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 def where(eqns: Eqns) -> str:
-    """`` in aten.conv2d (at model.py:12: ...)``: the operator and the line of the user's that an equation comes from."""
+    """`` in aten.conv2d (at model.py:12: ...)``: the operator and the line of the user's that an
+    equation comes from.
+    """
     for eqn in eqns[:1]:
         frames = private_jax.frames(eqn)
-        operator = next((name.replace("aten_", "aten.", 1) for _, name, _ in frames if name.startswith("aten_")), eqn.primitive.name)
-        line = next((f" (at {shown_line(file, number)})" for file, _, number in frames if is_users(file)), "")
+        operator = next(
+            (
+                name.replace("aten_", "aten.", 1)
+                for _, name, _ in frames
+                if name.startswith("aten_")
+            ),
+            eqn.primitive.name,
+        )
+        line = next(
+            (f" (at {shown_line(file, number)})" for file, _, number in frames if is_users(file)),
+            "",
+        )
         return f" in {operator}{line}"
     return ""

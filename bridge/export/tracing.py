@@ -1,4 +1,7 @@
-"""An export: the function is traced at several sizes, one program is made of the traces, and it is checked at further sizes."""
+"""An export: the function is traced at several sizes, one program is made of the traces, and it is
+checked at further sizes.
+"""
+
 from __future__ import annotations
 
 import bisect
@@ -35,20 +38,34 @@ from bridge.trace.torch_numbers import random_numbers
 Trace = tuple[Sizes, Program]
 _LARGE = 257  # a size that is tried too, because lowerings and Python may choose by size
 _FOLDED = 8  # elements; fewer than the least size that is traced
-_SLOTS, _APART = 8, 2**32  # a program has this many seeds, one for each torch.Generator; those of two generators are that far apart
+# a program has this many seeds, one for each torch.Generator; those of two generators are that far
+# apart
+_SLOTS, _APART = 8, 2**32
 
 
 def export(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any, constraints: Sequence[str], weights: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: Any,
+    constraints: Sequence[str],
+    weights: str,
     platforms: Sequence[str] | None,
 ) -> Exported:
     """Implements ``torchfunc_jax.export``."""
     if weights not in FORMATS:
-        raise ValueError(f"weights: expected one of {', '.join(map(repr, FORMATS))}, got {weights!r}")
+        raise ValueError(
+            f"weights: expected one of {', '.join(map(repr, FORMATS))}, got {weights!r}"
+        )
     if state.level is not None or state.recorder is not None:
-        raise RuntimeError("export: it is called inside of a transform or a jitted function; call it outside")
+        raise RuntimeError(
+            "export: it is called inside of a transform or a jitted function; call it outside"
+        )
     if "seed" in kwargs:
-        raise ValueError("kwargs: 'seed' is an argument of the exported program itself; pass the function's by position")
+        raise ValueError(
+            "kwargs: 'seed' is an argument of the exported program itself; "
+            "pass the function's by position"
+        )
     found = _Export(fn, Call.of(args, dict(kwargs)), batch, constraints, weights)
     errors = []
     for least in LEAST if found.dims.names else LEAST[:1]:
@@ -63,18 +80,34 @@ class _Export:
     """One export in progress.
 
     Attributes:
-        tree: the tree of the arguments; each leaf is the number of an array, or None for what is no array and static.
+        tree: the tree of the arguments; each leaf is the number of an array, or None for what is no
+            array and static.
         traces: those that the program is made of.
-        captured, names, values: the captured tensors, their names, and by these their arrays as they are exported.
+        captured, names, values: the captured tensors, their names, and by these their arrays as
+            they are exported.
     """
 
-    def __init__(self, fn: Callable[..., Any], call: Call, batch: Any, constraints: Sequence[str], weights: str) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        call: Call,
+        batch: Any,
+        constraints: Sequence[str],
+        weights: str,
+    ) -> None:
         self.fn, self.call = _without_aliases(fn), call
-        self.arrays = [x if isinstance(x, torch.Tensor) else tensors.to_torch(x) for x in call.arrays]
+        self.arrays = [
+            x if isinstance(x, torch.Tensor) else tensors.to_torch(x) for x in call.arrays
+        ]
         numbers = {i: k for k, i in enumerate(call.where)}
-        self.tree = plain(trees.unflatten(call.spec, [numbers.get(i) for i in range(len(call.leaves))]), "the arguments")
+        self.tree = plain(
+            trees.unflatten(call.spec, [numbers.get(i) for i in range(len(call.leaves))]),
+            "the arguments",
+        )
         places = sorted((k, path) for path, k in jax.tree_util.tree_leaves_with_path(self.tree))
-        self.paths = [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for _, path in places]
+        self.paths = [
+            ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for _, path in places
+        ]
         specs = spread(batch, call.spec)
         self.dims = Dimensions(self.arrays, [specs[i] for i in call.where], self.paths, constraints)
         example = self.dims.example if len(self.dims.example) == len(self.dims.names) else None
@@ -84,7 +117,11 @@ class _Export:
         self.wanted = weights
 
     def _trace(self, least: int) -> None:
-        fixed = {n for x in [*self.arrays, *(_captured(self.proofs[0][1]) if self.proofs else ())] for n in x.shape}
+        fixed = {
+            n
+            for x in [*self.arrays, *(_captured(self.proofs[0][1]) if self.proofs else ())]
+            for n in x.shape
+        }
         sizes = self.dims.sampled(len(self.dims.names) + 3, least, fixed) if self.dims.names else []
         self.traces = [(s, self._traced(s)) for s in sizes] or self.proofs
         self.first = self.traces[0][1]
@@ -93,61 +130,113 @@ class _Export:
         self.format = self.wanted if self.captured else "inside"
         # copies: an array that shares a parameter's memory would change with it
         arrays = [np.array(tensors.to_jax(t.detach())) for t in self.captured]
-        self.values = {name: stored(a, self.format) for name, a in zip(self.names, arrays, strict=True)}
+        self.values = {
+            name: stored(a, self.format) for name, a in zip(self.names, arrays, strict=True)
+        }
         self.random = any(p.is_random for _, p in self.traces)
 
     def _traced(self, sizes: Sizes) -> Program:
         """The program for these sizes."""
         leaves = list(self.call.leaves)
         for i, x, shape in zip(self.call.where, self.arrays, self.dims.at(sizes), strict=True):
-            leaves[i] = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+            leaves[i] = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(
+                x.requires_grad
+            )
         try:
-            # operations on tables, such as positions or a mask, stay operations, because their results depend on sizes
-            with random_numbers("jax"), SWAPPING, having(state, folded=_FOLDED, any_size=bool(self.dims.names), exporting=True):
+            # operations on tables, such as positions or a mask, stay operations, because their
+            # results depend on sizes
+            with (
+                random_numbers("jax"),
+                SWAPPING,
+                having(state, folded=_FOLDED, any_size=bool(self.dims.names), exporting=True),
+            ):
                 program = stage(self.fn, Call(leaves, self.call.spec, self.call.where))
         except SeededInside as error:
             raise RuntimeError(f"export: {error}") from None
         except Exception as error:
             if sizes != self.dims.example:
                 error.add_note(
-                    f"export: the function raised this at the sizes {sizes}. Name in `batch` only the dimensions that may have other "
-                    "sizes, and say in `constraints` which sizes they may have."
+                    f"export: the function raised this at the sizes {sizes}. Name in `batch` only "
+                    "the dimensions that may have other sizes, and say in `constraints` which "
+                    "sizes they may have."
                 )
             raise
         for i in program.strided:
-            if i >= len(self.arrays) and not Geometry.of(program.places[i - len(self.arrays)].get()).plain:
-                raise RuntimeError("export: as_strided counts from where the memory of a captured tensor begins, and the tensor is a view")
+            if (
+                i >= len(self.arrays)
+                and not Geometry.of(program.places[i - len(self.arrays)].get()).plain
+            ):
+                raise RuntimeError(
+                    "export: as_strided counts from where the memory of a captured tensor begins, "
+                    "and the tensor is a view"
+                )
         return program
 
-    # -- the program with symbolic sizes ----------------------------------------------------------------------------------------------
-    def run(self, traces: Sequence[Trace], weights: Mapping[str, Any], /, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
+    # -- the program with symbolic sizes -----------------------------------------------------------
+    def run(
+        self,
+        traces: Sequence[Trace],
+        weights: Mapping[str, Any],
+        /,
+        *args: Any,
+        seed: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """What the exported program returns, on JAX values of symbolic shapes."""
         first, programs = self.first, [p for _, p in traces]
         for p in programs:
             if list(map(id, _captured(p))) != list(map(id, self.captured)):
                 raise Differs("the function uses other tensors from outside at other sizes")
-            if (p.out_spec, p.is_tensor, p.count, p.written) != (first.out_spec, first.is_tensor, first.count, first.written):
-                raise Differs("the function returns another tree, or writes to other tensors, at other sizes")
+            if (p.out_spec, p.is_tensor, p.count, p.written) != (
+                first.out_spec,
+                first.is_tensor,
+                first.count,
+                first.written,
+            ):
+                raise Differs(
+                    "the function returns another tree, or writes to other tensors, at other sizes"
+                )
         replay = Replay([sizes for sizes, _ in traces], self.dims.symbols)
         places, values = map(jax.tree_util.tree_leaves, (self.tree, (args, kwargs)))
         operands = replaced([None] * len(first.jaxpr.jaxpr.invars), places, values)
-        for position, (name, t) in enumerate(zip(self.names, self.captured, strict=True), len(self.arrays)):
+        for position, (name, t) in enumerate(
+            zip(self.names, self.captured, strict=True), len(self.arrays)
+        ):
             value, dtype = weights[name], dtypes.to_jax(t.dtype)
-            operands[position] = value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
-        operands[-1] = np.zeros(_SLOTS, np.int64) if seed is None else seed.astype(np.int64) + np.arange(_SLOTS) * _APART
+            operands[position] = (
+                value if value.dtype == dtype else lax.bitcast_convert_type(value, dtype)
+            )
+        operands[-1] = (
+            np.zeros(_SLOTS, np.int64)
+            if seed is None
+            else seed.astype(np.int64) + np.arange(_SLOTS) * _APART
+        )
         values = replay([p.jaxpr for p in programs], operands)
-        static = [_static(replay, found) for found in zip(*[p.static for p in programs], strict=True)]
+        static = [
+            _static(replay, found) for found in zip(*[p.static for p in programs], strict=True)
+        ]
         return self._tree(values, static)
 
     def _tree(self, values: Sequence[Any], static: Sequence[Any]) -> Any:
-        """What the exported program returns, from the program's results and the leaves of its output that are no tensors."""
+        """What the exported program returns, from the program's results and the leaves of its
+        output that are no tensors.
+        """
         first = self.first
-        out = plain(put_together(values[: first.count], (first.out_spec, static, first.is_tensor)), "the outputs")
+        out = plain(
+            put_together(values[: first.count], (first.out_spec, static, first.is_tensor)),
+            "the outputs",
+        )
         for path, leaf in jax.tree_util.tree_leaves_with_path(out):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
                 name = f"output{jax.tree_util.keystr(path)}"
-                raise TypeError(f"export: {name} is a {type(leaf).__name__}; expected tensors, numbers and None")
-        return (out, dict(zip(self._written(), values[first.count :], strict=True))) if first.written else out
+                raise TypeError(
+                    f"export: {name} is a {type(leaf).__name__}; expected tensors, numbers and None"
+                )
+        return (
+            (out, dict(zip(self._written(), values[first.count :], strict=True)))
+            if first.written
+            else out
+        )
 
     def _written(self) -> list[str]:
         return [[*self.paths, *self.names][i] for i in self.first.written]
@@ -174,40 +263,65 @@ class _Export:
     def _aval(self, k: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.dims.shapes[k], dtypes.to_jax(self.arrays[k].dtype))
 
-    # -- its proof --------------------------------------------------------------------------------------------------------------------
+    # -- its proof ---------------------------------------------------------------------------------
     def exported(self, least: int, platforms: Sequence[str] | None) -> Exported:
         """The export by traces at sizes from ``least`` on."""
         self._trace(least)
         with jax.enable_x64(True), compiling.correctly():
             proofs, small = list(self.proofs), []
-            large = {name: max(_LARGE, 2 * self.dims.example.get(name, 0)) for name in self.dims.names}
+            large = {
+                name: max(_LARGE, 2 * self.dims.example.get(name, 0)) for name in self.dims.names
+            }
             if large and self.dims.allowed(large):
                 with contextlib.suppress(Exception):  # the function need not take such sizes
                     proofs.append((large, self._traced(large)))
             for name in self.dims.names:
                 sizes, trace = self._least(name)
-                if self.dims.allowed({**sizes, name: sizes[name] - 1}):  # the function refuses smaller ones
+                # the function refuses smaller ones
+                if self.dims.allowed({**sizes, name: sizes[name] - 1}):
                     self.dims.require(f"{name} >= {sizes[name]}")
                 small.append((name, sizes, trace))
             program, wrong = self._lowered(platforms), set[str]()
-            mine = program if jax.default_backend() in program.platforms else self._lowered([jax.default_backend()])
-            for name, sizes, trace in [("", *self.traces[0]), *self._doubtful([*[("", *t) for t in proofs], *small], wrong)]:
+            mine = (
+                program
+                if jax.default_backend() in program.platforms
+                else self._lowered([jax.default_backend()])
+            )
+            for name, sizes, trace in [
+                ("", *self.traces[0]),
+                *self._doubtful([*[("", *t) for t in proofs], *small], wrong),
+            ]:
                 if not self._agrees(mine, sizes, trace):
                     if not name:
-                        raise Differs(f"the program made of the sizes {[s for s, _ in self.traces]} gives other results at {sizes}")
+                        raise Differs(
+                            f"the program made of the sizes {[s for s, _ in self.traces]} gives "
+                            f"other results at {sizes}"
+                        )
                     wrong.add(name)
-            for name, sizes, _ in small:  # the least size is a case of its own: 1 broadcasts, and squeeze removes it
+            # the least size is a case of its own: 1 broadcasts, and squeeze removes it
+            for name, sizes, _ in small:
                 if name in wrong:
                     self.dims.require(f"{name} >= {sizes[name] + 1}")
             if wrong:
                 program = self._lowered(platforms)
         beside = None if self.format == "inside" else self.values
-        return Exported(program, beside, self.format, tuple(self._written()), self.random, tuple(self.dims.constraints))
+        return Exported(
+            program,
+            beside,
+            self.format,
+            tuple(self._written()),
+            self.random,
+            tuple(self.dims.constraints),
+        )
 
-    def _doubtful(self, proofs: Sequence[tuple[str, Sizes, Program]], wrong: set[str]) -> list[tuple[str, Sizes, Program]]:
-        """The further traces that are not the same program with other sizes, so that only results can be compared.
+    def _doubtful(
+        self, proofs: Sequence[tuple[str, Sizes, Program]], wrong: set[str]
+    ) -> list[tuple[str, Sizes, Program]]:
+        """The further traces that are not the same program with other sizes, so that only results
+        can be compared.
 
-        Each comes with the name of the symbol of which it has the least size, or "". Names for which a number is wrong go into ``wrong``.
+        Each comes with the name of the symbol of which it has the least size, or "". Names for
+        which a number is wrong go into ``wrong``.
         """
         with contextlib.suppress(NoFormula):
             if self._same([(s, p) for _, s, p in proofs]):
@@ -240,14 +354,19 @@ class _Export:
 
         high = found[0][name]
         if not any(map(works, range(1, min(high, 3)))):  # it mostly is 1 or 2
-            bisect.bisect_left(range(3, high), True, key=works)  # the last size that works is the least
+            # the last size that works is the least
+            bisect.bisect_left(range(3, high), True, key=works)
         return found
 
     def _same(self, more: Sequence[Trace]) -> bool:
-        """Whether further traces are the same program with other sizes; raises NoFormula if their numbers are others."""
+        """Whether further traces are the same program with other sizes; raises NoFormula if their
+        numbers are others.
+        """
         args, kwargs = self._given(self._aval, jax.ShapeDtypeStruct((), np.uint32))
         try:
-            jax.eval_shape(functools.partial(self.run, [*self.traces, *more], self.values), *args, **kwargs)
+            jax.eval_shape(
+                functools.partial(self.run, [*self.traces, *more], self.values), *args, **kwargs
+            )
         except NoFormula:
             raise
         except Differs:
@@ -255,7 +374,9 @@ class _Export:
         return True
 
     def _agrees(self, exported: jax.export.Exported, sizes: Sizes, program: Program) -> bool:
-        """Whether the exported program gives what a program for these sizes gives, for the arguments repeated to these sizes."""
+        """Whether the exported program gives what a program for these sizes gives, for the
+        arguments repeated to these sizes.
+        """
         given = [np.asarray(tensors.to_jax(x.detach())) for x in self.arrays]
         arrays = [_resized(x, shape) for x, shape in zip(given, self.dims.at(sizes), strict=True)]
         args, kwargs = self._given(arrays.__getitem__, np.uint32(0))
@@ -267,23 +388,38 @@ class _Export:
         captured = [tensors.to_jax(t.detach()) for t in self.captured]
         seeds = np.arange(_SLOTS) * _APART
         expected = jax.jit(lambda inputs: program.run(inputs, (seeds, [])))([*arrays, *captured])
-        leaves = [jax.tree_util.tree_leaves(tree) for tree in (found, self._tree(expected, program.static))]
+        leaves = [
+            jax.tree_util.tree_leaves(tree)
+            for tree in (found, self._tree(expected, program.static))
+        ]
         eps = _coarsest(program.jaxpr.jaxpr)
-        return all(np.shape(a) == np.shape(b) and close(np.asarray(a), np.asarray(b), eps) for a, b in zip(*leaves, strict=True))
+        return all(
+            np.shape(a) == np.shape(b) and close(np.asarray(a), np.asarray(b), eps)
+            for a, b in zip(*leaves, strict=True)
+        )
 
 
 def _coarsest(jaxpr: Any) -> float:
     """The largest eps of the floating dtypes that a program computes in."""
-    dtypes_in = {v.aval.dtype for e in jaxpr.eqns for v in e.outvars if jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.inexact)}
+    dtypes_in = {
+        v.aval.dtype
+        for e in jaxpr.eqns
+        for v in e.outvars
+        if jnp.issubdtype(getattr(v.aval, "dtype", np.bool_), jnp.inexact)
+    }
     return max((float(jnp.finfo(d).eps) for d in dtypes_in), default=0.0)
 
 
 def _blamed(closed: ClosedJaxpr, platforms: Sequence[str] | None, error: Exception) -> Differs:
-    """The error that names the first equation of a program that JAX cannot export; error: JAX's for the whole program."""
+    """The error that names the first equation of a program that JAX cannot export; error: JAX's for
+    the whole program.
+    """
     for eqn in closed.jaxpr.eqns:
         avals: list[Any] = [v.aval for v in eqn.invars]
         given = [
-            np.asarray(v.val, a.dtype) if isinstance(v, Literal) else jax.ShapeDtypeStruct(a.shape, a.dtype)
+            np.asarray(v.val, a.dtype)
+            if isinstance(v, Literal)
+            else jax.ShapeDtypeStruct(a.shape, a.dtype)
             for v, a in zip(eqn.invars, avals, strict=True)
         ]
         try:
@@ -305,7 +441,9 @@ def _static(replay: Replay, found: Sequence[Any]) -> Any:
     if all(type(x) is int for x in found):
         return jnp.asarray(replay.size(tuple(found)))
     if any(x is not found[0] and x != found[0] for x in found):
-        raise Differs(f"the function returns {', '.join(map(repr, found))} at the sizes {replay.sizes}")
+        raise Differs(
+            f"the function returns {', '.join(map(repr, found))} at the sizes {replay.sizes}"
+        )
     return found[0]
 
 
@@ -314,10 +452,14 @@ def _captured(program: Program) -> list[torch.Tensor]:
 
 
 def _without_aliases(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn whose outputs are tensors of their own: those that share memory with an input would be no outputs of its program."""
+    """fn whose outputs are tensors of their own: those that share memory with an input would be no
+    outputs of its program.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return trees.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, fn(*args, **kwargs))
+        return trees.map_leaves(
+            lambda x: x.clone() if isinstance(x, torch.Tensor) else x, fn(*args, **kwargs)
+        )
 
     return run
 
@@ -325,7 +467,9 @@ def _without_aliases(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _names(fn: Callable[..., Any], captured: Sequence[torch.Tensor]) -> list[str]:
     """A name for each captured tensor: as in the state_dict of the module, else of the variable."""
     found = closure_scan.scan(fn, deeper=True)
-    inner = {id(m) for module in found.modules.values() for m in module.modules() if m is not module}
+    inner = {
+        id(m) for module in found.modules.values() for m in module.modules() if m is not module
+    }
     outer = [m for m in found.modules.values() if id(m) not in inner]
     names: dict[int, str] = {}
     for k, module in enumerate(outer):

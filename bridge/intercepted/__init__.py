@@ -1,1 +1,3 @@
-"""PyTorch's Python functions that a trace replaces: autograd.Function, checkpoint, control flow, hooks, and single functions."""
+"""PyTorch's Python functions that a trace replaces: autograd.Function, checkpoint, control flow,
+hooks, and single functions.
+"""

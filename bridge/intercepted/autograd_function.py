@@ -1,8 +1,9 @@
 """torch.autograd.Function inside a trace: the user's own derivatives become JAX's custom rules.
 
-JAX would differentiate through a Function's forward, but torch calls its backward (or jvp).  While a trace is open, the functions of
-this file run instead of a Function's forward.
+JAX would differentiate through a Function's forward, but torch calls its backward (or jvp). While a
+trace is open, the functions of this file run instead of a Function's forward.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +23,15 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from bridge import private, private_calls, private_jax
 from bridge.boundary.autograd import Untransformed
-from bridge.boundary.results import conj, inexact, inexact_dtype, pick, put_together, replaced, take_apart
+from bridge.boundary.results import (
+    conj,
+    inexact,
+    inexact_dtype,
+    pick,
+    put_together,
+    replaced,
+    take_apart,
+)
 from bridge.convert import dtypes, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
@@ -43,13 +52,17 @@ from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, plan
 
 Function = torch.autograd.Function
 SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
-_NONE_AMONG = 3  # with more operands, a traced derivative gets zeros in the place of None, because each way to leave some out is traced
+# with more operands, a traced derivative gets zeros in the place of None, because each way to leave
+# some out is traced
+_NONE_AMONG = 3
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def intercepted() -> Iterator[None]:
-    """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look whether their thread has a trace open."""
+    """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look
+    whether their thread has a trace open.
+    """
     with _lock:
         if process.open_traces == 0:
             private_calls.intercept(forward_in_trace, torch_script.called)
@@ -63,11 +76,15 @@ def intercepted() -> Iterator[None]:
                 private_calls.intercept(None, None)
 
 
-def forward_in_trace(cls: type[Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
-    """The function that PyTorch runs instead of a Function's forward if this thread has a trace open; None: the forward itself.
+def forward_in_trace(
+    cls: type[Function], recording: bool, forward_mode: bool
+) -> Callable[..., Any] | None:
+    """The function that PyTorch runs instead of a Function's forward if this thread has a trace
+    open; None: the forward itself.
 
-    PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the trace uses; JAX differentiates by the
-    rules of ``_Call``.  recording, forward_mode: whether grad mode and forward-mode AD were on when the Function was applied.
+    PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the
+    trace uses; JAX differentiates by the rules of ``_Call``. recording, forward_mode: whether grad
+    mode and forward-mode AD were on when the Function was applied.
     """
     if issubclass(cls, Untransformed):
         return None
@@ -110,10 +127,13 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     if op in LOWERINGS and derivative._backward_fn is None:  # its lowering has a derivative
         return dispatch(op, args[:-1], args[-1].keyword_only_args)
     if op is not None and getattr(plan_of(op), "by_torch", False):
-        with torch.no_grad(), having(state, applied=True):  # the operator's own derivative is not that of this forward
+        # the operator's own derivative is not that of this forward
+        with torch.no_grad(), having(state, applied=True):
             return cls.forward(ctx, *args)
     if innermost("vmap") is not None:
-        if ctx is None and private_jax.mapped(value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)):
+        if ctx is None and private_jax.mapped(
+            value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)
+        ):
             private.check_vmap_rules(cls)
         out = _by_own_vmap(cls, args)
         if out is not NotImplemented:
@@ -130,7 +150,8 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
-    """The outputs of a Function by its vmap staticmethod, which runs outside of the vmap; transforms around the vmap differentiate it.
+    """The outputs of a Function by its vmap staticmethod, which runs outside of the vmap;
+    transforms around the vmap differentiate it.
 
     NotImplemented: the Function has none, or no vmap maps an argument.
     """
@@ -146,15 +167,28 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
     captured = followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])
     if any(lanes.joined(read(node, inside))[1] is not None for node in captured):
         raise RuntimeError(
-            f"{cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped too, and vmap cannot tell it along which "
-            f"dimension; pass that tensor to apply as an argument{at_line()}"
+            f"{cls.__name__}.vmap: one of its methods uses a tensor from outside that is mapped "
+            "too, and vmap cannot tell it along which dimension; pass that tensor to apply as an "
+            f"argument{at_line()}"
         )
-    mapping = next((level for level in around() if level.kind == "vmap" and private_jax.same_trace(level.probe, lanes.trace)), None)
-    info = private.vmap_info(lanes.size, "error" if mapping is None else mapping.randomness or "error")
+    mapping = next(
+        (
+            level
+            for level in around()
+            if level.kind == "vmap" and private_jax.same_trace(level.probe, lanes.trace)
+        ),
+        None,
+    )
+    info = private.vmap_info(
+        lanes.size, "error" if mapping is None else mapping.randomness or "error"
+    )
     joined = [lanes.joined(v) for v in values]
     outer = inside if mapping is None else mapping.parent
     with having(state, level=outer), lanes.outside(), push("plain") as level:
-        given = [wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x for x, (v, _) in zip(leaves, joined, strict=True)]
+        given = [
+            wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x
+            for x, (v, _) in zip(leaves, joined, strict=True)
+        ]
         args = trees.unflatten(spec, given)
         result = cls.vmap(info, tuple(trees.unflatten(spec, [d for _, d in joined])), *args)
 
@@ -165,7 +199,8 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
         out = private.results_of_rule(result, args, trees.unflatten(spec, leaves), lane)
         written = [
             (x, lanes.apart(value_of(t), d), t.node.detached)
-            for x, t, (_, d) in zip(leaves, given, joined, strict=True) if type(t) is Traced and t.node.version
+            for x, t, (_, d) in zip(leaves, given, joined, strict=True)
+            if type(t) is Traced and t.node.version
         ]
     for x, value, detached in written:
         assign(x, value, detached)
@@ -173,7 +208,9 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
 
 
 class Context(FunctionCtx):
-    """The ctx argument of a Function's static methods; its methods, and the attributes that they fill, are PyTorch's."""
+    """The ctx argument of a Function's static methods; its methods, and the attributes that they
+    fill, are PyTorch's.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -196,28 +233,40 @@ class Context(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        first, second = (self.saved_for_forward, self.to_save) if self._pushing else (self.to_save, self.saved_for_forward)
+        first, second = (
+            (self.saved_for_forward, self.to_save)
+            if self._pushing
+            else (self.to_save, self.saved_for_forward)
+        )
         return first or second
 
     saved_variables = saved_tensors
 
 
 def refuse_saved_inputs(ctx: Context, args: Sequence[Any], out: Any) -> None:
-    """Raise PyTorch's error if a new-style Function saves an input that it also returns, and does not mark it as dirty."""
-    saved = [s for s in (*ctx.to_save, *ctx.saved_for_forward) if s is not None and not any(s is d for d in ctx.dirty_tensors)]
+    """Raise PyTorch's error if a new-style Function saves an input that it also returns, and does
+    not mark it as dirty.
+    """
+    saved = [
+        s
+        for s in (*ctx.to_save, *ctx.saved_for_forward)
+        if s is not None and not any(s is d for d in ctx.dirty_tensors)
+    ]
     if any(s is a and s is o for s in saved for a in args for o in trees.flatten(out)[0]):
         raise RuntimeError(
-            "An input that has been returned as-is as output is being saved for backward. This is not supported if you override "
-            "setup_context. You should return and save a view of the input instead, e.g. with x.view_as(x) or setup ctx inside the "
-            "forward function itself."
+            "An input that has been returned as-is as output is being saved for backward. This is "
+            "not supported if you override setup_context. You should return and save a view of the "
+            "input instead, e.g. with x.view_as(x) or setup ctx inside the forward function "
+            "itself."
         )
 
 
 class _Call:
     """One call of a Function inside a trace.
 
-    ``forward``, ``backward`` and ``jvp`` run the user's methods on JAX values.  Their argument ``captured`` has first the values to use
-    for the nodes ``outer`` instead of the nodes' own; if it is empty, the nodes' own are used.
+    ``forward``, ``backward`` and ``jvp`` run the user's methods on JAX values. Their argument
+    ``captured`` has first the values to use for the nodes ``outer`` instead of the nodes' own; if
+    it is empty, the nodes' own are used.
     """
 
     def __init__(self, cls: type[Function], args: tuple[Any, ...]) -> None:
@@ -225,13 +274,19 @@ class _Call:
         self.where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.device = args[self.where[0]].device
         self.rest: Any = None  # what ``take_apart`` leaves of the outputs
-        self.dirty: dict[int, int] = {}  # by the place of an output that is a dirty input: which of the tensor arguments it is
+        # by the place of an output that is a dirty input: which of the tensor arguments it is
+        self.dirty: dict[int, int] = {}
         self.constant: list[bool] = []
-        self.requires_grad = [bool(args[i].requires_grad) for i in self.where]  # at the innermost transform, as PyTorch says
+        # at the innermost transform, as PyTorch says
+        self.requires_grad = [bool(args[i].requires_grad) for i in self.where]
         self.asked = False  # whether a method has asked which arguments need a gradient
 
-    def forward(self, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
-        """The outputs, the residuals (every tensor that the context keeps) and the context without its tensors."""
+    def forward(
+        self, values: Sequence[jax.Array], needs: Sequence[bool]
+    ) -> tuple[list[Any], list[Any], _Kept]:
+        """The outputs, the residuals (every tensor that the context keeps) and the context without
+        its tensors.
+        """
         args, flags = list(self.args), [False] * len(self.args)
         with push("function") as level, torch.no_grad(), private.set_forward_mode_enabled(False):
             for i, v, n in zip(self.where, values, needs, strict=True):
@@ -249,14 +304,26 @@ class _Call:
             outs, self.rest = take_apart(out)
             tensors = [args[i] for i in self.where]
             self.asked = self.asked or ctx.asked()
-            self.constant = [any(o is c for c in ctx.non_differentiable) or not inexact_dtype(o.dtype) for o in outs]
+            self.constant = [
+                any(o is c for c in ctx.non_differentiable) or not inexact_dtype(o.dtype)
+                for o in outs
+            ]
             dirty = set(map(id, ctx.dirty_tensors))
-            self.dirty = {k: j for k, o in enumerate(outs) for j, a in enumerate(tensors) if id(o) in dirty and a is o}
+            self.dirty = {
+                k: j
+                for k, o in enumerate(outs)
+                for j, a in enumerate(tensors)
+                if id(o) in dirty and a is o
+            }
             residuals, kept = _Kept.of(ctx, [*outs, *tensors], level)
             return [value_of(o) for o in outs], residuals, kept
 
-    def backward(self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[Any]:
-        """Cotangents of the tensor arguments, with None for an argument without one; the given cotangents may be None too."""
+    def backward(
+        self, kept: _Kept, residuals: Sequence[jax.Array], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Cotangents of the tensor arguments, with None for an argument without one; the given
+        cotangents may be None too.
+        """
         with push("plain") as level:
             ctx = kept.restored(residuals, self.device, level)
             given = iter(cotangents)
@@ -270,39 +337,57 @@ class _Call:
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
-                    f"function {self.name}Backward returned an incorrect number of gradients (expected {len(self.args)}, "
-                    f"got {len(grads)})"
+                    f"function {self.name}Backward returned an incorrect number of gradients "
+                    f"(expected {len(self.args)}, got {len(grads)})"
                 )
             out: list[Any] = []
             for i in self.where:
-                v = None if grads[i] is None else _as_input(conj(value_of(grads[i])), self.args[i], self.name)
-                out.append(_undifferentiable(v, *[c for c in cotangents if c is not None], *residuals) if once and v is not None else v)
+                v = (
+                    None
+                    if grads[i] is None
+                    else _as_input(conj(value_of(grads[i])), self.args[i], self.name)
+                )
+                out.append(
+                    _undifferentiable(v, *[c for c in cotangents if c is not None], *residuals)
+                    if once and v is not None
+                    else v
+                )
             return out
 
-    def jvp(self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]) -> list[Any]:
+    def jvp(
+        self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]
+    ) -> list[Any]:
         """Tangents of the outputs; like the given ones, they may be None."""
         with push("plain") as level:
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
             given = [None if t is None else wrap(t, self.device, level) for t in tangents]
             out = self.cls.jvp(ctx, *replaced([None] * len(self.args), self.where, given))
-            return [None if t is None else value_of(t) for t in (out if isinstance(out, tuple | list) else [out])]
+            return [
+                None if t is None else value_of(t)
+                for t in (out if isinstance(out, tuple | list) else [out])
+            ]
 
     def no_jvp(self) -> NotImplementedError:
         return no_jvp(self.name)
 
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
-        """The outputs for these values of the tensor arguments; out: the outputs of a forward that has run, which get the new values."""
+        """The outputs for these values of the tensor arguments; out: the outputs of a forward that
+        has run, which get the new values.
+        """
         differentiating = innermost("grad", "jvp")
         has_jvp = self.cls.jvp is not Function.jvp
-        has_backward = self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
+        has_backward = (
+            self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
+        )
         forward_mode = differentiating is not None and differentiating.kind == "jvp"
         if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
             raise self.no_jvp()
         by_jvp = has_jvp and (forward_mode or not has_backward)
         rules = _Staged(self, values, by_jvp)
         captured = rules.constants
-        f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)  # without a backward, PyTorch's own raises its error
+        # without a backward, PyTorch's own raises its error
+        f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)
         try:
             outs = f(captured, *values)
         except TypeError as error:
@@ -312,7 +397,9 @@ class _Call:
         if any(captured):  # these are operands of the rules, and the outputs do not depend on them
             outs = _of_inputs(outs, *values)
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
-        return self._finish(outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out)
+        return self._finish(
+            outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out
+        )
 
     def _with_vjp(self, rules: _Staged) -> Callable[..., Any]:
         @jax.custom_vjp
@@ -320,9 +407,14 @@ class _Call:
             return rules.forward(captured, values, [False] * len(values))[0]
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
-            captured, values = [[g.value for g in part] for part in captured], [g.value for g in given]
+            captured, values = (
+                [[g.value for g in part] for part in captured],
+                [g.value for g in given],
+            )
             place = Place.here()
-            outs, residuals, kept = rules.forward(captured, values, [bool(g.perturbed) for g in given])
+            outs, residuals, kept = rules.forward(
+                captured, values, [bool(g.perturbed) for g in given]
+            )
             # at the enclosing levels the outputs have the Function's own derivative again
             if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
                 place.go()
@@ -331,9 +423,13 @@ class _Call:
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
             captured, kept, residuals = given
-            if all(isinstance(c, SymbolicZero) for c in cotangents):  # PyTorch calls no backward then
+            # PyTorch calls no backward then
+            if all(isinstance(c, SymbolicZero) for c in cotangents):
                 return None, *[None] * len(self.where)
-            cts = [_materialized(c, kept.materialize and not no) for c, no in zip(cotangents, self.constant, strict=True)]
+            cts = [
+                _materialized(c, kept.materialize and not no)
+                for c, no in zip(cotangents, self.constant, strict=True)
+            ]
             return None, *rules.backward(captured, kept, residuals, cts)
 
         f.defvjp(fwd, bwd, symbolic_zeros=True)
@@ -369,10 +465,16 @@ class _Call:
             if k in self.dirty:
                 target = self.args[self.where[self.dirty[k]]]
                 assign(target, v)
-                # PyTorch returns an input without its history, unless it makes a node and the input is marked as dirty
-                tensors.append(target if _has_node(self.args, torch.is_grad_enabled()) else over(target.node, target))
+                # PyTorch returns an input without its history, unless it makes a node and the input
+                # is marked as dirty
+                tensors.append(
+                    target
+                    if _has_node(self.args, torch.is_grad_enabled())
+                    else over(target.node, target)
+                )
             elif type(t) is Traced and t.node.parent is None and not any(t is a for a in self.args):
-                t.node.value = v  # the tensor stays the same object, because the context may have kept it
+                # the tensor stays the same object, because the context may have kept it
+                t.node.value = v
                 tensors.append(t)
             else:
                 tensors.append(wrap(v, self.device))
@@ -382,8 +484,9 @@ class _Call:
 class _Staged:
     """The methods of a ``_Call`` in a program that will be compiled.
 
-    JAX calls the rules when the program is differentiated, maybe after its trace has closed; tensors that the methods capture would then
-    become constants.  So the methods are traced now, and the constants of their jaxprs, values of such tensors among them, are operands.
+    JAX calls the rules when the program is differentiated, maybe after its trace has closed;
+    tensors that the methods capture would then become constants. So the methods are traced now, and
+    the constants of their jaxprs, values of such tensors among them, are operands.
 
     Attributes:
         constants: those of the jaxprs.
@@ -393,8 +496,10 @@ class _Staged:
         self.constants: list[list[Any]] = []
         self._rules = [_Rules(call, values, call.requires_grad, by_jvp, self.constants)]
         self._refused: Exception | None = None
-        every = [inexact(v) and isinstance(v, jax.core.Tracer) for v in values]  # nothing is differentiated by a constant
-        if call.asked and not by_jvp and call.requires_grad != every:  # transforms around this program may differentiate by the others
+        # nothing is differentiated by a constant
+        every = [inexact(v) and isinstance(v, jax.core.Tracer) for v in values]
+        # transforms around this program may differentiate by the others
+        if call.asked and not by_jvp and call.requires_grad != every:
             try:
                 self._rules.append(_Rules(call, values, every, by_jvp, self.constants))
             except (OutsideOfView, SeededInside):
@@ -402,14 +507,22 @@ class _Staged:
             except Exception as error:  # raised only if they do
                 self._refused = error
 
-    def forward(self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]) -> tuple[list[Any], list[Any], _Kept]:
-        fits = (r for r in self._rules if not any(n and not known for n, known in zip(needs, r.needs, strict=True)))
+    def forward(
+        self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]
+    ) -> tuple[list[Any], list[Any], _Kept]:
+        fits = (
+            r
+            for r in self._rules
+            if not any(n and not known for n, known in zip(needs, r.needs, strict=True))
+        )
         rules = next(fits, None)
         if rules is None and self._refused is not None:
             raise self._refused
         return (rules or self._rules[-1]).forward(captured, values)
 
-    def backward(self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], given: Sequence[Any]) -> list[Any]:
+    def backward(
+        self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], given: Sequence[Any]
+    ) -> list[Any]:
         return next(r for r in self._rules if r.kept is kept).derivative(captured, residuals, given)
 
     jvp = backward
@@ -428,40 +541,65 @@ class _Rules:
 
     kept: _Kept
 
-    def __init__(self, call: _Call, values: Sequence[jax.Array], needs: Sequence[bool], by_jvp: bool, constants: list[list[Any]]) -> None:
+    def __init__(
+        self,
+        call: _Call,
+        values: Sequence[jax.Array],
+        needs: Sequence[bool],
+        by_jvp: bool,
+        constants: list[list[Any]],
+    ) -> None:
         self.needs, self._constants = needs, constants
         self._derivatives: dict[tuple[bool, ...], Any] = {}
 
-        # the method may ask whether two of its arguments are equal (torch.equal), which its own trace cannot say of its inputs
-        first = [next(k for k, other in enumerate(values) if private_jax.same_computation(other, v)) for v in values]
+        # the method may ask whether two of its arguments are equal (torch.equal), which its own
+        # trace cannot say of its inputs
+        first = [
+            next(k for k, other in enumerate(values) if private_jax.same_computation(other, v))
+            for v in values
+        ]
 
         def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
             outs, residuals, self.kept = call.forward([values[k] for k in first], needs)
             return outs, residuals
 
-        def derivative(pattern: Sequence[bool], residuals: list[Any], given: list[Any]) -> list[Any]:
+        def derivative(
+            pattern: Sequence[bool], residuals: list[Any], given: list[Any]
+        ) -> list[Any]:
             source = iter(given)
-            found = (call.jvp if by_jvp else call.backward)(self.kept, residuals, [next(source) if t else None for t in pattern])
-            return [jnp.zeros(x.shape, x.dtype) if v is None else v for v, x in pick([*zip(found, like, strict=True)], self._gives)]
+            found = (call.jvp if by_jvp else call.backward)(
+                self.kept, residuals, [next(source) if t else None for t in pattern]
+            )
+            return [
+                jnp.zeros(x.shape, x.dtype) if v is None else v
+                for v, x in pick([*zip(found, like, strict=True)], self._gives)
+            ]
 
         self._forward = self._closed(forward, *values)
         outs, residuals = self._forward[0].shapes
-        # what the derivative takes and gives: tangents of the values and of the outputs, or cotangents of the outputs and of the values
+        # what the derivative takes and gives: tangents of the values and of the outputs, or
+        # cotangents of the outputs and of the values
         self._operands: Sequence[Any]
         self._operands, like = (values, outs) if by_jvp else (outs, values)
         self._takes, self._gives = tuple(map(inexact, self._operands)), [inexact(v) for v in like]
         if not by_jvp:
-            self._takes = tuple([t and not c for t, c in zip(self._takes, call.constant, strict=True)])
+            self._takes = tuple(
+                [t and not c for t, c in zip(self._takes, call.constant, strict=True)]
+            )
         for pattern in self._patterns():
             try:
-                self._derivatives[pattern] = self._closed(functools.partial(derivative, pattern), residuals, pick(self._operands, pattern))
+                self._derivatives[pattern] = self._closed(
+                    functools.partial(derivative, pattern), residuals, pick(self._operands, pattern)
+                )
             except (OutsideOfView, SeededInside):
                 raise
             except DataDependentError as error:
                 if state.replaying:  # operator by operator, the method may ask for values
                     raise Unrecordable(str(error)) from error
                 self._derivatives[pattern] = error
-            except Exception as error:  # raised only if JAX asks for the derivative, as PyTorch runs no backward before that
+            except Exception as error:
+                # raised only if JAX asks for the derivative, as PyTorch runs no backward before
+                # that
                 self._derivatives[pattern] = error
 
     def _closed(self, function: Callable[..., Any], *args: Any) -> tuple[Closed, int]:
@@ -471,23 +609,36 @@ class _Rules:
         return found, len(self._constants) - 1
 
     def _patterns(self) -> list[tuple[bool, ...]]:
-        """For each way in which the derivative may be asked for, which of its operands are arrays; the others are None.
+        """For each way in which the derivative may be asked for, which of its operands are arrays;
+        the others are None.
 
-        After ``set_materialize_grads(False)``, operands that are zero are None; if there are many, they are arrays of zeros.
+        After ``set_materialize_grads(False)``, operands that are zero are None; if there are many,
+        they are arrays of zeros.
         """
         if self.kept.materialize or sum(self._takes) > _NONE_AMONG:
             return [self._takes]
-        return [p for p in itertools.product(*[(True, False) if t else (False,) for t in self._takes]) if any(p)]
+        return [
+            p
+            for p in itertools.product(*[(True, False) if t else (False,) for t in self._takes])
+            if any(p)
+        ]
 
-    def forward(self, captured: Any, values: Sequence[jax.Array]) -> tuple[list[Any], list[Any], _Kept]:
+    def forward(
+        self, captured: Any, values: Sequence[jax.Array]
+    ) -> tuple[list[Any], list[Any], _Kept]:
         traced, place = self._forward
         return *traced(captured[place], *values), self.kept
 
-    def derivative(self, captured: Any, residuals: Sequence[jax.Array], given: Sequence[Any]) -> list[Any]:
+    def derivative(
+        self, captured: Any, residuals: Sequence[jax.Array], given: Sequence[Any]
+    ) -> list[Any]:
         pattern = tuple([t and g is not None for t, g in zip(self._takes, given, strict=True)])
         if pattern not in self._derivatives:
             pattern = self._takes
-            given = [jnp.zeros(x.shape, x.dtype) if g is None else g for g, x in zip(given, self._operands, strict=True)]
+            given = [
+                jnp.zeros(x.shape, x.dtype) if g is None else g
+                for g, x in zip(given, self._operands, strict=True)
+            ]
         rule = self._derivatives[pattern]
         if isinstance(rule, Exception):
             raise rule
@@ -497,7 +648,9 @@ class _Rules:
 
 
 def _materialized(t: Any, zeros: bool) -> Any:
-    """A tangent or cotangent as a method of a Function gets it; one that JAX knows to be zero is an array of zeros or None."""
+    """A tangent or cotangent as a method of a Function gets it; one that JAX knows to be zero is an
+    array of zeros or None.
+    """
     if isinstance(t, SymbolicZero):
         t = jnp.zeros(t.aval.shape, t.aval.dtype) if zeros else None
     return None if t is not None and t.dtype == jax.dtypes.float0 else t
@@ -506,43 +659,60 @@ def _materialized(t: Any, zeros: bool) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class _Kept:
-    """A context without its tensors, which are residuals; ``restored`` makes a context with new tensors for a level of transforms."""
+    """A context without its tensors, which are residuals; ``restored`` makes a context with new
+    tensors for a level of transforms.
+    """
 
     links: list[int | None]  # for each residual: which of the outputs and inputs it is
     rest: Any
     materialize: bool
 
     @classmethod
-    def of(cls, ctx: Context, known: Sequence[torch.Tensor], level: Level) -> tuple[list[Any], _Kept]:
+    def of(
+        cls, ctx: Context, known: Sequence[torch.Tensor], level: Level
+    ) -> tuple[list[Any], _Kept]:
         """The residuals and the rest of a context; known: the outputs and inputs."""
         tensors, rest = take_apart(vars(ctx))
         places = {id(t): k for k, t in reversed([*enumerate(known)])}
-        made_here = [type(t) is Traced and t.node.root.level is level and id(t) not in places for t in tensors]
-        residuals = [operands.constant(value_of(t)) if made else value_of(t) for t, made in zip(tensors, made_here, strict=True)]
+        made_here = [
+            type(t) is Traced and t.node.root.level is level and id(t) not in places
+            for t in tensors
+        ]
+        residuals = [
+            operands.constant(value_of(t)) if made else value_of(t)
+            for t, made in zip(tensors, made_here, strict=True)
+        ]
         return residuals, cls([places.get(id(t)) for t in tensors], rest, ctx.materialize_grads)
 
     def linked(self, residuals: Sequence[jax.Array], known: Sequence[Any]) -> list[Any]:
-        """The residuals, with the given values for those that are outputs or inputs; torch's autograd differentiates these alone."""
+        """The residuals, with the given values for those that are outputs or inputs; torch's
+        autograd differentiates these alone.
+        """
         return [r if k is None else known[k] for r, k in zip(residuals, self.links, strict=True)]
 
-    def restored(self, residuals: Sequence[jax.Array], device: torch.device, level: Level) -> Context:
+    def restored(
+        self, residuals: Sequence[jax.Array], device: torch.device, level: Level
+    ) -> Context:
         ctx = Context(())
         vars(ctx).update(put_together([wrap(r, device, level) for r in residuals], self.rest))
         return ctx
 
 
 def _as_input(v: jax.Array, given: torch.Tensor, name: str) -> jax.Array:
-    """A gradient summed to its input's shape, against which it was broadcast, and cast to its dtype, as torch's engine does."""
+    """A gradient summed to its input's shape, against which it was broadcast, and cast to its
+    dtype, as torch's engine does.
+    """
     shape = tuple(given.shape)
     lead = v.ndim - len(shape)
     if lead < 0 or any(n not in (1, m) for n, m in zip(shape, v.shape[lead:], strict=True)):
         raise RuntimeError(
-            f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but expected shape "
-            f"compatible with {list(shape)}"
+            f"Function {name}Backward returned an invalid gradient: got shape {list(v.shape)} but "
+            f"expected shape compatible with {list(shape)}"
         )
     if jnp.iscomplexobj(v) and not given.is_complex():
         raise RuntimeError(
-            f"Function {name}Backward returned an invalid gradient: a complex one for an input of dtype {given.dtype}; return its real part"
+            f"Function {name}Backward returned an invalid gradient: a complex one for an input of "
+            f"dtype {given.dtype}; return its real part"
         )
     axes = [*range(lead), *[lead + i for i, n in enumerate(shape) if n != v.shape[lead + i]]]
     total = v.sum(axes).reshape(shape) if axes else v
@@ -551,13 +721,16 @@ def _as_input(v: jax.Array, given: torch.Tensor, name: str) -> jax.Array:
 
 @jax.jit
 def of_inputs_alone(outs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The outputs; by this function's name in a jaxpr ``bridge.jit.program`` sees that they depend on the inputs and on nothing else.
+    """The outputs; by this function's name in a jaxpr ``bridge.jit.program`` sees that they depend
+    on the inputs and on nothing else.
 
     It uses the inputs without effect, because JAX drops unused values from a program.
     """
     outs, inputs = jax.lax.stop_gradient((outs, inputs))
     nothing = sum(jnp.sum(jnp.real(v).reshape(-1)[:0]) for v in jax.tree_util.tree_leaves(inputs))
-    return [jnp.where(jnp.zeros(o.shape, bool), jnp.asarray(nothing).astype(o.dtype), o) for o in outs]
+    return [
+        jnp.where(jnp.zeros(o.shape, bool), jnp.asarray(nothing).astype(o.dtype), o) for o in outs
+    ]
 
 
 @jax.custom_jvp
@@ -569,13 +742,21 @@ def _of_inputs(outs: list[jax.Array], *inputs: jax.Array) -> list[jax.Array]:
 def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     given, *others = tangents
     if all(isinstance(t, SymbolicZero) for t in others):
-        given = [jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]]
+        given = [
+            jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]
+        ]
     return _of_inputs(*primals), given
 
 
 def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
-    """The value; its derivative raises, which in reverse mode the backward pass does, as PyTorch's."""
-    return gradient_hooks.refused_in_backward(v, sources, _refused) if innermost("jvp") is None else _only_value(v, *sources)
+    """The value; its derivative raises, which in reverse mode the backward pass does,
+    as PyTorch's.
+    """
+    return (
+        gradient_hooks.refused_in_backward(v, sources, _refused)
+        if innermost("jvp") is None
+        else _only_value(v, *sources)
+    )
 
 
 @jax.custom_jvp
@@ -584,7 +765,9 @@ def _only_value(v: jax.Array, *sources: jax.Array) -> jax.Array:
 
 
 def _refused(*_: Any) -> Any:
-    raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+    raise RuntimeError(
+        "trying to differentiate twice a function that was marked with @once_differentiable"
+    )
 
 
 @functools.partial(_only_value.defjvp, symbolic_zeros=True)

@@ -1,4 +1,7 @@
-"""Tensors that a user's own derivative rules capture become operands, because JAX may run the rules after their trace has closed."""
+"""Tensors that a user's own derivative rules capture become operands, because JAX may run the rules
+after their trace has closed.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,7 +17,8 @@ from bridge.trace.tracing import Traced, node_of, value_of
 
 
 class Closed:
-    """A function of JAX values, traced on example arguments; a call takes the captured values as its first argument.
+    """A function of JAX values, traced on example arguments; a call takes the captured values as
+    its first argument.
 
     Attributes:
         captured: the values that the function used besides its arguments.

@@ -1,4 +1,7 @@
-"""torch.utils.checkpoint inside a trace: jax.checkpoint computes the function again in the backward pass."""
+"""torch.utils.checkpoint inside a trace: jax.checkpoint computes the function again in the backward
+pass.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,13 +16,21 @@ from bridge.record.entries import PARTS
 from bridge.trace.levels import NotInCheckpoint, push, state
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+) -> Any:
     """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
     if state.level is None and state.recorder is None:
-        if private.transformed_by_torch():  # torch.func does not allow the hooks on saved tensors with which PyTorch's own computes again
+        # torch.func does not allow the hooks on saved tensors with which PyTorch's own computes
+        # again
+        if private.transformed_by_torch():
             return function(*args, **_without_options(kwargs))
-        return private_calls.original("checkpoint")(function, *args, use_reentrant=use_reentrant, **kwargs)
-    return (PARTS["checkpoint"] if state.level is None else rematerialized)(function, args, _without_options(kwargs))
+        return private_calls.original("checkpoint")(
+            function, *args, use_reentrant=use_reentrant, **kwargs
+        )
+    return (PARTS["checkpoint"] if state.level is None else rematerialized)(
+        function, args, _without_options(kwargs)
+    )
 
 
 def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -28,8 +39,12 @@ def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if name not in options}
 
 
-def rematerialized(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs) under jax.checkpoint: its values are computed again in the backward pass instead of kept."""
+def rematerialized(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """function(*args, **kwargs) under jax.checkpoint: its values are computed again in the backward
+    pass instead of kept.
+    """
     call = Call.of(args, kwargs)
     traceable = call.traceable(function)
 

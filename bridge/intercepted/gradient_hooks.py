@@ -1,8 +1,10 @@
 """Hooks on gradients inside a trace: ``Tensor.register_hook`` and full backward hooks of modules.
 
-PyTorch's engine calls a hook when a gradient reaches a tensor.  JAX's derivatives do not pass through that engine, so a hook becomes a part
-of the computation: an identity whose derivative calls it.
+PyTorch's engine calls a hook when a gradient reaches a tensor. JAX's derivatives do not pass
+through that engine, so a hook becomes a part of the computation: an identity whose derivative calls
+it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -24,21 +26,27 @@ from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wra
 
 
 def _refuse_forward_mode() -> None:
-    """Refuse a hook if the innermost differentiating transform is a forward-mode one: JAX has no tangent of a value with a hook."""
+    """Refuse a hook if the innermost differentiating transform is a forward-mode one: JAX has no
+    tangent of a value with a hook.
+    """
     inner = innermost("grad", "jvp")
     if inner is not None and inner.kind == "jvp":
         raise NotImplementedError(
-            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: JAX has no forward-mode derivative of "
-            f"a value with a hook; register it outside of jvp, or use a reverse-mode transform{at_line()}"
+            "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: "
+            "JAX has no forward-mode derivative of a value with a hook; register it outside of "
+            f"jvp, or use a reverse-mode transform{at_line()}"
         )
 
 
 def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) -> RemovableHandle:
-    """``Tensor.register_hook`` of a traced tensor: PyTorch registers the hook for its engine, and JAX's derivatives call it too."""
+    """``Tensor.register_hook`` of a traced tensor: PyTorch registers the hook for its engine, and
+    JAX's derivatives call it too.
+    """
     if t.node.used:
         raise RuntimeError(
-            "register_hook: the tensor has been used already, and inside a transform a hook sees the gradients of later uses only; "
-            f"register it right after the tensor is made{at_line()}"
+            "register_hook: the tensor has been used already, and inside a transform a hook sees "
+            "the gradients of later uses only; register it right after the tensor is "
+            f"made{at_line()}"
         )
     refuse_in_loop("a hook on gradients", "block")
     handle = func(t, hook)
@@ -53,11 +61,14 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
     return handle
 
 
-def _register_multi_grad_hook(tensors: Sequence[torch.Tensor], fn: Callable[..., Any], *, mode: str = "all") -> RemovableHandle:
+def _register_multi_grad_hook(
+    tensors: Sequence[torch.Tensor], fn: Callable[..., Any], *, mode: str = "all"
+) -> RemovableHandle:
     if state.level is not None and any(type(t) is Traced for t in tensors):
         raise NotImplementedError(
-            "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not tell PyTorch's engine which gradients "
-            f"are still to come; register a hook on each tensor, with Tensor.register_hook{at_line()}"
+            "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not "
+            "tell PyTorch's engine which gradients are still to come; register a hook on each "
+            f"tensor, with Tensor.register_hook{at_line()}"
         )
     return private_calls.original("multi_grad_hook")(tensors, fn, mode=mode)
 
@@ -65,8 +76,15 @@ def _register_multi_grad_hook(tensors: Sequence[torch.Tensor], fn: Callable[...,
 class _TensorHook:
     """A hook on the gradient of one tensor, as a function of JAX's cotangents."""
 
-    def __init__(self, hook: Callable[..., Any], handle: RemovableHandle, t: torch.Tensor, value: jax.Array) -> None:
-        self.hook, self.handle, self.device, self.hooks = hook, handle, t.device, handle.hooks_dict_ref()
+    def __init__(
+        self, hook: Callable[..., Any], handle: RemovableHandle, t: torch.Tensor, value: jax.Array
+    ) -> None:
+        self.hook, self.handle, self.device, self.hooks = (
+            hook,
+            handle,
+            t.device,
+            handle.hooks_dict_ref(),
+        )
         # the hook is traced now: the tensors that it captures must become inputs of the program
         self.closed = Closed(self._call, value)
 
@@ -79,8 +97,11 @@ class _TensorHook:
 
 
 def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> jax.Array:
-    """The value, whose cotangent passes through the hooks in their order; saved: its operator's derivative is computed from it."""
-    # plain PyTorch calls a hook in a second backward pass too; inside a transform that differentiates, only that transform calls it
+    """The value, whose cotangent passes through the hooks in their order; saved: its operator's
+    derivative is computed from it.
+    """
+    # plain PyTorch calls a hook in a second backward pass too; inside a transform that
+    # differentiates, only that transform calls it
     again = innermost("grad", "jvp") is None
     where = at_line() if again and saved else ""
 
@@ -89,27 +110,39 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
         return value
 
     def forward(value: jax.Array, captured: Any) -> tuple[jax.Array, Any]:
-        return (observed(value, captured), (value if saved else None, captured)) if again else (value, (None, captured))
+        return (
+            (observed(value, captured), (value if saved else None, captured))
+            if again
+            else (value, (None, captured))
+        )
 
     def backward(kept: tuple[Any, Any], cotangent: jax.Array) -> tuple[jax.Array, None]:
         before, captured = kept
         for hook, met in zip(hooks, captured, strict=True):
             cotangent = hook(met, cotangent)
-        return cotangent if before is None else refused_in_backward(cotangent, [before], twice), None
+        return cotangent if before is None else refused_in_backward(
+            cotangent, [before], twice
+        ), None
 
     def twice(*_: Any) -> Any:
         raise NotImplementedError(
-            "a second derivative through a hook on the result of an operator whose derivative PyTorch computes from that result (tanh, "
-            "exp, softmax, ...): PyTorch would also call the hook for that use of the result, and JAX's derivative does not pass "
-            f"there; register the hook on a copy (y = y.clone(); y.register_hook(...)), which is not called there{where}"
+            "a second derivative through a hook on the result of an operator whose derivative "
+            "PyTorch computes from that result (tanh, exp, softmax, ...): PyTorch would also call "
+            "the hook for that use of the result, and JAX's derivative does not pass there; "
+            "register the hook on a copy (y = y.clone(); y.register_hook(...)), which is not "
+            f"called there{where}"
         )
 
     observed.defvjp(forward, backward)
     return observed(value, [hook.closed.captured for hook in hooks])
 
 
-def refused_in_backward(value: jax.Array, sources: Sequence[jax.Array], refuse: Callable[..., Any]) -> jax.Array:
-    """The value, as a function of the sources too; its backward pass calls ``refuse``, which raises."""
+def refused_in_backward(
+    value: jax.Array, sources: Sequence[jax.Array], refuse: Callable[..., Any]
+) -> jax.Array:
+    """The value, as a function of the sources too; its backward pass calls ``refuse``, which
+    raises.
+    """
 
     @jax.custom_vjp
     def refused(value: jax.Array, sources: Sequence[jax.Array]) -> jax.Array:
@@ -130,13 +163,17 @@ def _replaced(hook: Callable[..., Any], gradient: torch.Tensor, cotangent: jax.A
     if found.shape != gradient.shape:
         raise RuntimeError(f"hook '{name}' has changed the size of value")
     if found.dtype != gradient.dtype:
-        raise RuntimeError(f"hook '{name}' has changed the type of value (was {gradient.type()} got {found.type()})")
+        raise RuntimeError(
+            f"hook '{name}' has changed the type of value (was {gradient.type()} got "
+            f"{found.type()})"
+        )
     return conj(value_of(found))
 
 
-# -- nodes of PyTorch's graph, as a program inside a trace sees them ---------------------------------------------------------------------
+# -- nodes of PyTorch's graph, as a program inside a trace sees them -------------------------------
 class GraphNode:
-    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, except for hooks, which JAX's derivatives must call too.
+    """A tensor's ``grad_fn`` inside a trace: PyTorch's own node, except for hooks, which JAX's
+    derivatives must call too.
 
     hooks: by the method that registers them, if JAX's derivative passes through this node.
     """
@@ -151,7 +188,11 @@ class GraphNode:
         return repr(self._node)
 
     def name(self) -> str:
-        return type(self).__name__ if isinstance(self._node, torch.autograd.function.BackwardCFunction) else self._node.name()
+        return (
+            type(self).__name__
+            if isinstance(self._node, torch.autograd.function.BackwardCFunction)
+            else self._node.name()
+        )
 
     def __eq__(self, other: object) -> bool:
         return self._node == (other._node if isinstance(other, GraphNode) else other)
@@ -162,12 +203,15 @@ class GraphNode:
     def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
         if self._hooks is None:
             raise NotImplementedError(
-                f"grad_fn.{kind}: inside a transform the derivative is JAX's, which does not pass through this node; register the hook on "
-                f"the tensor, with Tensor.register_hook{at_line()}"
+                f"grad_fn.{kind}: inside a transform the derivative is JAX's, which does not pass "
+                "through this node; register the hook on the tensor, with "
+                f"Tensor.register_hook{at_line()}"
             )
         handle = getattr(self._node, kind)(hook)
         registered = handle.hooks_dict_ref()
-        self._hooks[kind].append(lambda *gradients: hook(*gradients) if handle.id in registered else None)
+        self._hooks[kind].append(
+            lambda *gradients: hook(*gradients) if handle.id in registered else None
+        )
         return handle
 
     register_hook = functools.partialmethod(_add, "register_hook")
@@ -176,14 +220,24 @@ class GraphNode:
 
 def graph_node(node: Any) -> Any:
     """The ``grad_fn`` of a traced tensor, made from PyTorch's own node."""
-    return None if node is None else _node_class(_name_of(node))(node, getattr(node, "hooks_in_jax", None))
+    return (
+        None
+        if node is None
+        else _node_class(_name_of(node))(node, getattr(node, "hooks_in_jax", None))
+    )
 
 
 def _name_of(node: Any) -> str:
-    """The name of a node's class, which for a user's autograd.Function under grad is another one, as in torch.func."""
+    """The name of a node's class, which for a user's autograd.Function under grad is another one,
+    as in torch.func.
+    """
     name = type(node).__name__
-    of_function = isinstance(node, torch.autograd.function.BackwardCFunction) and innermost("grad") is not None
-    of_function = of_function and name != "BackwardHookFunctionBackward"  # PyTorch looks for its own by that name
+    of_function = (
+        isinstance(node, torch.autograd.function.BackwardCFunction)
+        and innermost("grad") is not None
+    )
+    # PyTorch looks for its own by that name
+    of_function = of_function and name != "BackwardHookFunctionBackward"
     return f"{name.removesuffix('Backward')}GeneratedBackward" if of_function else name
 
 
@@ -193,7 +247,9 @@ def _node_class(name: str) -> type[GraphNode]:
 
 
 def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The node that PyTorch puts around a module with full backward hooks: an identity, to which it adds the hooks afterwards."""
+    """The node that PyTorch puts around a module with full backward hooks: an identity, to which it
+    adds the hooks afterwards.
+    """
     hooks: dict[str, list[Callable[..., Any]]] = {"register_prehook": [], "register_hook": []}
     ctx.hooks_in_jax = hooks
     values = [value_of(t) for t in tensors]
@@ -207,13 +263,19 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
 
     def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         with _late() as level, torch.enable_grad():
-            given = tuple(wrap(conj(c), d, level) if n else None for c, d, n in zip(cotangents, devices, needed, strict=True))
+            given = tuple(
+                wrap(conj(c), d, level) if n else None
+                for c, d, n in zip(cotangents, devices, needed, strict=True)
+            )
             for hook in hooks["register_prehook"]:
                 given = hook(given) or given
             left = given  # the node's own derivative is the identity
             for hook in hooks["register_hook"]:
                 left = hook(left, given) or left
-            return tuple(conj(value_of(g)) if n and g is not None else None for g, n in zip(left, needed, strict=True))
+            return tuple(
+                conj(value_of(g)) if n and g is not None else None
+                for g, n in zip(left, needed, strict=True)
+            )
 
     again = innermost("grad", "jvp") is None
     observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
@@ -224,21 +286,29 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
 
 @contextlib.contextmanager
 def _late() -> Iterator[Level]:
-    """The level in which a hook runs: the level that pulls back, or one level for all hooks of a compiled program."""
+    """The level in which a hook runs: the level that pulls back, or one level for all hooks of a
+    compiled program.
+    """
     if state.level is not None:
         yield state.level
         return
     if state.late is None:
         state.late = Level("plain", None)
     level = state.late
-    with having(state, level=level), jax.enable_x64(True), HANDED_IN["intercepted"](), traced_python():
+    with (
+        having(state, level=level),
+        jax.enable_x64(True),
+        HANDED_IN["intercepted"](),
+        traced_python(),
+    ):
         yield level
     if level.captured:
         t = next(iter(level.captured.values()))[0]
         level.captured.clear()
         raise RuntimeError(
-            f"a backward hook of a module inside a jitted function used a tensor of shape {list(t.shape)} from outside, which would "
-            "become a constant of the program; use Tensor.register_hook there, or call the function without jit"
+            "a backward hook of a module inside a jitted function used a tensor of shape "
+            f"{list(t.shape)} from outside, which would become a constant of the program; use "
+            "Tensor.register_hook there, or call the function without jit"
         )
 
 

@@ -1,8 +1,11 @@
-"""``backward()`` inside a trace, and what a jitted function does to the ``.grad`` of tensors from outside.
+"""``backward()`` inside a trace, and what a jitted function does to the ``.grad`` of tensors from
+outside.
 
-PyTorch's engine runs as always, on traced tensors.  What it leaves in the ``.grad`` of a parameter or an argument would be dead when the
-trace has closed; ``LeafGradients`` takes it back, and bridge/jit/effects.py makes results of the program of it.
+PyTorch's engine runs as always, on traced tensors. What it leaves in the ``.grad`` of a parameter
+or an argument would be dead when the trace has closed; ``LeafGradients`` takes it back, and
+bridge/jit/effects.py makes results of the program of it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +22,8 @@ from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, lift, value_of
 
 _IN_TRANSFORM = (
-    "backward() called inside a functorch transform. This is not supported, please use functorch.grad or functorch.vjp instead or call "
-    "backward() outside of functorch transforms."
+    "backward() called inside a functorch transform. This is not supported, please use "
+    "functorch.grad or functorch.vjp instead or call backward() outside of functorch transforms."
 )
 
 
@@ -29,10 +32,12 @@ class OutsideGraph(RuntimeError):
 
 
 class AskedForGradients(BaseException):
-    """Ends a trace in which gradients are asked for by tensors that do not require grad; numbers: those of ``tracing.numbered``.
+    """Ends a trace in which gradients are asked for by tensors that do not require grad; numbers:
+    those of ``tracing.numbered``.
 
-    The arguments of a jitted function, and the leaves that it makes, can be differentiated: libraries leave ``requires_grad_`` out where
-    ``torch.compiler.is_compiling()`` is true, because torch.compile does not trace it.
+    The arguments of a jitted function, and the leaves that it makes, can be differentiated:
+    libraries leave ``requires_grad_`` out where ``torch.compiler.is_compiling()`` is true, because
+    torch.compile does not trace it.
     """
 
     def __init__(self, numbers: frozenset[int]) -> None:
@@ -44,10 +49,12 @@ class LeafGradients:
     """The ``.grad`` of tensors from outside, while a jitted function is traced.
 
     Args:
-        arguments: by the id of each argument's traced tensor, the argument's number among the leaves of the call.
+        arguments: by the id of each argument's traced tensor, the argument's number among the
+            leaves of the call.
 
     Attributes:
-        before: by id, each tensor whose ``.grad`` the function has read or set, with its earlier ``.grad``.
+        before: by id, each tensor whose ``.grad`` the function has read or set, with its earlier
+            ``.grad``.
         asked: those whose ``.grad`` the function read before it had set it.
     """
 
@@ -58,7 +65,11 @@ class LeafGradients:
 
     def touch(self, t: torch.Tensor, read: bool) -> None:
         """Note that the function reads a tensor's ``.grad``, or sets it."""
-        if id(t) in self.before or not t.is_leaf or (type(t) is Traced and id(t) not in self.arguments):
+        if (
+            id(t) in self.before
+            or not t.is_leaf
+            or (type(t) is Traced and id(t) not in self.arguments)
+        ):
             return
         with private.below_python():
             grad = t.grad
@@ -66,10 +77,14 @@ class LeafGradients:
         if read:
             self.asked.add(id(t))
             if grad is not None:
-                lift(grad)  # its presence, shape and dtype are conditions of the program, as those of each captured tensor
+                # its presence, shape and dtype are conditions of the program, as those of each
+                # captured tensor
+                lift(grad)
 
     def changed(self) -> list[tuple[torch.Tensor, Any]]:
-        """The tensors that have been given another ``.grad``, or None, each with that; all have their earlier ``.grad`` again."""
+        """The tensors that have been given another ``.grad``, or None, each with that; all have
+        their earlier ``.grad`` again.
+        """
         found = []
         with private.below_python():
             for key, (t, grad) in self.before.items():
@@ -79,21 +94,34 @@ class LeafGradients:
         return found
 
     def read(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The tensors whose ``.grad`` the function read before it had set it, each with that ``.grad``."""
+        """The tensors whose ``.grad`` the function read before it had set it, each with that
+        ``.grad``.
+        """
         return [self.before[key] for key in self.asked]
 
 
-def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
-    """The function with which torch.autograd calls its engine: ``backward`` is refused if it would leave dead tensors behind."""
+def run_backward(
+    outputs: Sequence[Any], *args: Any, accumulate_grad: bool = False, **kwargs: Any
+) -> Any:
+    """The function with which torch.autograd calls its engine: ``backward`` is refused if it would
+    leave dead tensors behind.
+    """
     level, leaves = state.level, list[torch.Tensor]()
     if level is not None and state.jitting:
-        asked = {t.number for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ())) if type(t) is Traced and not t.requires_grad}
+        asked = {
+            t.number
+            for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ()))
+            if type(t) is Traced and not t.requires_grad
+        }
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))
     if accumulate_grad and level is not None:
         if level.kind in ("grad", "jvp", "vmap"):
             raise RuntimeError(_IN_TRANSFORM + at_line())
-        grads, leaves = level.root.grads, _reached(outputs, args[3] if len(args) > 3 else kwargs.get("inputs", ()))
+        grads, leaves = (
+            level.root.grads,
+            _reached(outputs, args[3] if len(args) > 3 else kwargs.get("inputs", ())),
+        )
         if grads is not None and level.parent is level.root:
             for t in leaves:
                 grads.touch(t, read=True)
@@ -101,36 +129,46 @@ def run_backward(outputs: Sequence[Any], *args: Any, accumulate_grad: bool = Fal
             if innermost("grad", "jvp", "vmap") is not None:
                 raise RuntimeError(_IN_TRANSFORM + at_line())
             raise RuntimeError(
-                "backward(): it would set the .grad of a tensor from outside, which only a jitted function that is called with torch "
-                f"tensors can do, and not from the body of a cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
+                "backward(): it would set the .grad of a tensor from outside, which only a jitted "
+                "function that is called with torch tensors can do, and not from the body of a "
+                f"cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
             )
     # PyTorch's engine has a thread for each CUDA device, in which no trace is open
     with contextlib.nullcontext() if level is None else set_multithreading_enabled(False):
-        found = private_calls.original("run_backward")(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+        found = private_calls.original("run_backward")(
+            outputs, *args, accumulate_grad=accumulate_grad, **kwargs
+        )
     for t in leaves:
         with private.below_python():
             grad = t.grad if t.is_leaf else None
-        if type(grad) is Traced and grad.node.parent is not None and not grad.requires_grad:  # a view of what nothing else refers to
+        # a view of what nothing else refers to
+        if type(grad) is Traced and grad.node.parent is not None and not grad.requires_grad:
             grad.node = Node(value_of(grad), level)
     return found
 
 
 def _reached(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The leaves whose ``.grad`` backward will set; raises OutsideGraph if it would go on outside of the trace."""
+    """The leaves whose ``.grad`` backward will set; raises OutsideGraph if it would go on outside
+    of the trace.
+    """
     nodes = _behind(map(_node, outputs))
     captured = [t for t, _ in state.level.root.captured.values() if t.requires_grad]
     outside = {id(_node(t)) for t in captured if not t.is_leaf}
     crossed = [node for node in nodes if id(node) in outside or node.name() == "_ComputedBackward"]
     further = _behind(crossed)
     if crossed and (not inputs or not {id(_node(t)) for t in inputs}.isdisjoint(map(id, further))):
-        raise OutsideGraph(f"its backward() goes back through a graph that was made outside of it{at_line()}")
+        raise OutsideGraph(
+            f"its backward() goes back through a graph that was made outside of it{at_line()}"
+        )
     if inputs:
         return [t for t in inputs if isinstance(t, torch.Tensor)]
     return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 def _node(t: Any) -> Any:
-    """The node of PyTorch's graph that gets the gradient of a tensor, or of a GradientEdge; None if the tensor requires no grad."""
+    """The node of PyTorch's graph that gets the gradient of a tensor, or of a GradientEdge; None if
+    the tensor requires no grad.
+    """
     if not isinstance(t, torch.Tensor):
         return t.node
     if not t.requires_grad:
@@ -167,29 +205,51 @@ def _module_zero_grad(module: Any, set_to_none: bool = True) -> None:
 
 
 def _without_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set each ``.grad`` to None, without the question whether there is one: its answer would be a condition of the program."""
+    """Set each ``.grad`` to None, without the question whether there is one: its answer would be a
+    condition of the program.
+    """
     for p in parameters:
         p.grad = None
 
 
 def _step_number(x: Any) -> Any:
-    """How many steps an optimizer has made: it is computed with in double precision, as Python computes with the number."""
+    """How many steps an optimizer has made: it is computed with in double precision, as Python
+    computes with the number.
+    """
     if not state.jitting or not isinstance(x, torch.Tensor):
         return private_calls.original("optimizer_number")(x)
     return x.double()
 
 
 def _saved_as(t: torch.Tensor) -> tuple[int, int, int]:
-    """By what allow_mutation_on_saved_tensors knows a saved tensor: one of a trace has no address, but a node whose root is its memory."""
-    return (id(t), id(t.node.root), t._version) if type(t) is Traced else private_calls.original("saved_tensor")(t)
+    """By what allow_mutation_on_saved_tensors knows a saved tensor: one of a trace has no address,
+    but a node whose root is its memory.
+    """
+    return (
+        (id(t), id(t.node.root), t._version)
+        if type(t) is Traced
+        else private_calls.original("saved_tensor")(t)
+    )
 
 
 def _memory_saved_as(t: torch.Tensor) -> tuple[int, int]:
-    """By what it knows the memory of a saved tensor, which it clones before that memory is written."""
-    return (id(t.node.root), t._version) if type(t) is Traced else private_calls.original("saved_memory")(t)
+    """By what it knows the memory of a saved tensor,
+    which it clones before that memory is written.
+    """
+    return (
+        (id(t.node.root), t._version)
+        if type(t) is Traced
+        else private_calls.original("saved_memory")(t)
+    )
 
 
-private_calls.IN_TRACES.update({
-    "saved_tensor": _saved_as, "saved_memory": _memory_saved_as, "run_backward": run_backward,
-    "optimizer_zero_grad": _optimizer_zero_grad, "module_zero_grad": _module_zero_grad, "optimizer_number": _step_number,
-})  # fmt: skip
+private_calls.IN_TRACES.update(
+    {
+        "saved_tensor": _saved_as,
+        "saved_memory": _memory_saved_as,
+        "run_backward": run_backward,
+        "optimizer_zero_grad": _optimizer_zero_grad,
+        "module_zero_grad": _module_zero_grad,
+        "optimizer_number": _step_number,
+    }
+)

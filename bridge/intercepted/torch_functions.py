@@ -1,8 +1,10 @@
 """Replacements for public functions whose own code in PyTorch goes wrong with traced tensors.
 
-Most code needs none of this, because it calls ATen operators, and those are traced.  At the end are replacements for functions with
-which torch's own Python code inspects values or settings; a trace needs another answer from them.
+Most code needs none of this, because it calls ATen operators, and those are traced. At the end are
+replacements for functions with which torch's own Python code inspects values or settings; a trace
+needs another answer from them.
 """
+
 from __future__ import annotations
 
 import functools
@@ -30,22 +32,40 @@ from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import innermost, state
 from bridge.trace.torch_numbers import refuse_unmapped
-from bridge.trace.tracing import PYTHON_RULES, Traced, concrete, exchanged, has_rules, plan_of, unknown_value, value_of
+from bridge.trace.tracing import (
+    PYTHON_RULES,
+    Traced,
+    concrete,
+    exchanged,
+    has_rules,
+    plan_of,
+    unknown_value,
+    value_of,
+)
 
 
 def _is_unknown_number(x: Any) -> bool:
-    """Whether it is a 0-dim integer tensor that a program reads, and no mask; as an index, PyTorch's C++ would ask for its value."""
+    """Whether it is a 0-dim integer tensor that a program reads, and no mask; as an index,
+    PyTorch's C++ would ask for its value.
+    """
     if type(x) is not Traced and not (isinstance(x, torch.Tensor) and state.level is not None):
         return False
-    return x.dim() == 0 and not (x.is_floating_point() or x.is_complex()) and x.dtype not in (torch.bool, torch.uint8)
+    return (
+        x.dim() == 0
+        and not (x.is_floating_point() or x.is_complex())
+        and x.dtype not in (torch.bool, torch.uint8)
+    )
 
 
 def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any, written: bool = False) -> Any:
-    """x[i] with a 0-dim integer i whose value may not be known: torch would read it.  written: the result is written to at once."""
+    """x[i] with a 0-dim integer i whose value may not be known: torch would read it. written: the
+    result is written to at once.
+    """
     parts = index if type(index) is tuple else (index,)
     if not any(_is_unknown_number(p) for p in parts):
         return func(t, index)
-    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):  # it broadcasts with the other index tensors
+    # it broadcasts with the other index tensors
+    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):
         return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
     kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
     dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
@@ -53,7 +73,14 @@ def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any, written: boo
         if p is Ellipsis:
             dim += t.dim() - expanded
         elif _is_unknown_number(p):
-            kept = _part(kept, dim, p, 1, "index {{index}} is out of bounds for dimension {dim} with size {size}", written).squeeze(dim)
+            kept = _part(
+                kept,
+                dim,
+                p,
+                1,
+                "index {{index}} is out of bounds for dimension {dim} with size {size}",
+                written,
+            ).squeeze(dim)
         elif not isinstance(p, int) or isinstance(p, bool):
             dim += 1
     return kept
@@ -75,11 +102,19 @@ def _setitem(func: Callable[..., Any], t: torch.Tensor, index: Any, value: Any) 
             target.copy_(value.squeeze(tuple(range(extra))) if extra > 0 else value)
 
 
-def _narrow(func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any, length: int) -> Any:
+def _narrow(
+    func: Callable[..., Any], input: torch.Tensor, dim: int, start: Any, length: int
+) -> Any:
     """narrow with a start whose value may not be known; the length is known."""
     if not _is_unknown_number(start):
         return func(input, dim, start, length)
-    return _part(input, dim, start, length, f"start ({{{{index}}}}) + length ({length}) exceeds dimension size ({{size}}).")
+    return _part(
+        input,
+        dim,
+        start,
+        length,
+        f"start ({{{{index}}}}) + length ({length}) exceeds dimension size ({{size}}).",
+    )
 
 
 def _select(func: Callable[..., Any], input: torch.Tensor, dim: int, index: Any) -> Any:
@@ -89,8 +124,12 @@ def _select(func: Callable[..., Any], input: torch.Tensor, dim: int, index: Any)
     return _getitem(torch.Tensor.__getitem__, input, (*[slice(None)] * (dim % input.dim()), index))
 
 
-def _fill_diagonal(func: Callable[..., Any], input: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
-    """fill_diagonal_ by views: PyTorch's C++ uses as_strided, which is refused where a tensor's place in memory is not known."""
+def _fill_diagonal(
+    func: Callable[..., Any], input: torch.Tensor, fill_value: Any, wrap: bool = False
+) -> torch.Tensor:
+    """fill_diagonal_ by views: PyTorch's C++ uses as_strided, which is refused where a tensor's
+    place in memory is not known.
+    """
     if input.dim() < 2 or (input.dim() > 2 and len(set(input.shape)) > 1):
         return func(input, fill_value, wrap)
     rows, columns = input.shape[0], input.shape[-1]
@@ -108,14 +147,18 @@ def _bernoulli_(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwa
         return func(input, *args, **kwargs)
 
 
-def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False) -> torch.Tensor:
+def _part(
+    t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: str, written: bool = False
+) -> torch.Tensor:
     """The part of a dimension that begins at start: a view, as in PyTorch.
 
-    If a vmap maps start, it is a copy, as in torch.func, unless it is written to at once.  words: the error for a start out of range.
+    If a vmap maps start, it is a copy, as in torch.func, unless it is written to at once. words:
+    the error for a start out of range.
     """
     dim, size = dim % max(t.dim(), 1), t.shape[dim]
     value: Array = value_of(start.long())
-    if (private_jax.mapped([value]) and not written) or not size:  # without lanes, the dimension may be empty
+    # without lanes, the dimension may be empty
+    if (private_jax.mapped([value]) and not written) or not size:
         first = torch.where(start < 0, start.long() + size, start)
         return t.index_select(dim, first + torch.arange(length, device=t.device))
     value = check(value, Range(-size, size - length + 1, words.format(dim=dim, size=size)))
@@ -126,23 +169,44 @@ def _part(t: torch.Tensor, dim: int, start: torch.Tensor, length: int, words: st
 
 
 def _ctc_loss(
-    func: Callable[..., Any], log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+    func: Callable[..., Any],
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """ctc_loss with lengths as lists: PyTorch's C++ would read the targets' values to choose a kernel, so they become tensors."""
-    return func(log_probs, targets, torch.as_tensor(input_lengths), torch.as_tensor(target_lengths), *args, **kwargs)
+    """ctc_loss with lengths as lists: PyTorch's C++ would read the targets' values to choose a
+    kernel, so they become tensors.
+    """
+    return func(
+        log_probs,
+        targets,
+        torch.as_tensor(input_lengths),
+        torch.as_tensor(target_lengths),
+        *args,
+        **kwargs,
+    )
 
 
 def _tensor_split(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """tensor_split by a tensor: PyTorch's C++ reads the tensor at its address, and a traced tensor has none."""
+    """tensor_split by a tensor: PyTorch's C++ reads the tensor at its address, and a traced tensor
+    has none.
+    """
     given = dict(zip(("input", "indices_or_sections", "dim"), args, strict=False)) | kwargs
     where = given.get("tensor_indices_or_sections", given.get("indices_or_sections"))
     if not isinstance(where, torch.Tensor) or where.dtype is not torch.int64 or where.dim() > 1:
         return func(*args, **kwargs)
-    return func(given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0))
+    return func(
+        given["input"], concrete(where, "tensor_split by a tensor").tolist(), given.get("dim", 0)
+    )
 
 
 def _argwhere(func: Callable[..., Any], input: torch.Tensor) -> Any:
-    """argwhere: PyTorch's C++ calls nonzero, which torch.func.vmap refuses, although it does not refuse argwhere."""
+    """argwhere: PyTorch's C++ calls nonzero, which torch.func.vmap refuses, although it does not
+    refuse argwhere.
+    """
     return plan_of(torch.ops.aten.argwhere.default)((input,), {})
 
 
@@ -152,14 +216,18 @@ def _one_hot(func: Callable[..., Any], input: torch.Tensor, num_classes: int = -
 
 
 def _detach_(func: Callable[..., Any], input: Traced) -> Any:
-    """detach_(): PyTorch's kernel for it calls no other kernel, so the trace detaches the tensor here."""
+    """detach_(): PyTorch's kernel for it calls no other kernel, so the trace detaches the tensor
+    here.
+    """
     out = func(input)
     views.detach_in_place(out)
     return out
 
 
 def _is_conj(func: Callable[..., Any], input: torch.Tensor) -> bool:
-    """is_conj(): PyTorch marks a view as conjugated, and a trace has its numbers; those of an argument are conjugated before it begins."""
+    """is_conj(): PyTorch marks a view as conjugated, and a trace has its numbers; those of an
+    argument are conjugated before it begins.
+    """
     if type(input) is not Traced:
         return func(input)
     return input.is_complex() and sum(map(conjugates, views_between(input.node)[1])) % 2 == 1
@@ -180,24 +248,38 @@ def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
 
 
 def _number(func: Callable[..., Any], input: torch.Tensor) -> Any:
-    """float(x), int(x): torch.tensor([x]) asks for it where PyTorch's C++ calls no dispatch mode, and item() would read memory."""
+    """float(x), int(x): torch.tensor([x]) asks for it where PyTorch's C++ calls no dispatch mode,
+    and item() would read memory.
+    """
     if type(input) is not Traced or input.numel() != 1:
         return func(input)
     with private.below_python(), jax.ensure_compile_time_eval():
         return func(tensors.to_torch(jnp.array(concrete(input, "item()")), input.device))
 
 
-def _new_tensor(func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """x.new_tensor([y]), x.new([y]): the values of tensors in a list are read before PyTorch's C++ reads their memory."""
+def _new_tensor(
+    func: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """x.new_tensor([y]), x.new([y]): the values of tensors in a list are read before PyTorch's C++
+    reads their memory.
+    """
 
     def with_values(data: Any) -> Any:
-        return pytree.tree_map_only(Traced, lambda t: t.item(), data) if type(data) in (list, tuple) else data
+        return (
+            pytree.tree_map_only(Traced, lambda t: t.item(), data)
+            if type(data) in (list, tuple)
+            else data
+        )
 
-    return func(input, *map(with_values, args), **{name: with_values(x) for name, x in kwargs.items()})
+    return func(
+        input, *map(with_values, args), **{name: with_values(x) for name, x in kwargs.items()}
+    )
 
 
 def _where(func: Callable[..., Any], condition: torch.Tensor, *values: Any, **options: Any) -> Any:
-    """where of a condition alone: PyTorch's C++ calls nonzero, and torch.func.vmap refuses where."""
+    """where of a condition alone: PyTorch's C++ calls nonzero,
+    and torch.func.vmap refuses where.
+    """
     try:
         return func(condition, *values, **options)
     except DataDependentError:
@@ -207,67 +289,122 @@ def _where(func: Callable[..., Any], condition: torch.Tensor, *values: Any, **op
 
 
 def _assert(func: Callable[..., Any], condition: torch.Tensor, message: Any) -> Any:
-    """torch._assert of a tensor; if its value is not known yet, it is checked when the program has run."""
+    """torch._assert of a tensor; if its value is not known yet, it is checked when the program has
+    run.
+    """
     if condition.numel() != 1:
         return func(condition, message)  # PyTorch's own error
     refuse(value_of(condition).reshape(()) == 0, str(message), AssertionError)
 
 
 def _bce_with_logits(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """binary_cross_entropy_with_logits with a weight or pos_weight that requires grad: PyTorch's autograd has no formula for it."""
-    options = "size_average reduce reduction pos_weight" if func is F.binary_cross_entropy_with_logits else "pos_weight reduction"
+    """binary_cross_entropy_with_logits with a weight or pos_weight that requires grad: PyTorch's
+    autograd has no formula for it.
+    """
+    options = (
+        "size_average reduce reduction pos_weight"
+        if func is F.binary_cross_entropy_with_logits
+        else "pos_weight reduction"
+    )
     given = dict(zip(["input", "target", "weight", *options.split()], args, strict=False)) | kwargs
-    x, target, weight, pos_weight, *legacy = map(given.get, ("input", "target", "weight", "pos_weight", "size_average", "reduce"))
-    if not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight)) or x.shape != target.shape:
+    x, target, weight, pos_weight, *legacy = map(
+        given.get, ("input", "target", "weight", "pos_weight", "size_average", "reduce")
+    )
+    if (
+        not any(isinstance(w, torch.Tensor) and w.requires_grad for w in (weight, pos_weight))
+        or x.shape != target.shape
+    ):
         return func(*args, **kwargs)
-    reduction = given.get("reduction", "mean") if legacy == [None, None] else torch.nn._reduction.legacy_get_string(*legacy)
+    reduction = (
+        given.get("reduction", "mean")
+        if legacy == [None, None]
+        else torch.nn._reduction.legacy_get_string(*legacy)
+    )
     number = torch.nn._reduction.get_enum(reduction) if isinstance(reduction, str) else reduction
-    return private.decompositions()[torch.ops.aten.binary_cross_entropy_with_logits.default](x, target, weight, pos_weight, number)
+    return private.decompositions()[torch.ops.aten.binary_cross_entropy_with_logits.default](
+        x, target, weight, pos_weight, number
+    )
 
 
 def _linear(func: Callable[..., Any], input: Any, weight: Any, bias: Any = None, **out: Any) -> Any:
-    """linear of a vector as one product of a matrix and a vector; PyTorch's C++ makes six operators of it."""
+    """linear of a vector as one product of a matrix and a vector; PyTorch's C++ makes six operators
+    of it.
+    """
     if (
-        out or not isinstance(input, torch.Tensor) or not isinstance(weight, torch.Tensor) or input.dim() != 1 or weight.dim() != 2
-        or input.shape[0] != weight.shape[1] or input.dtype is not weight.dtype or private.any_autocast()
+        out
+        or not isinstance(input, torch.Tensor)
+        or not isinstance(weight, torch.Tensor)
+        or input.dim() != 1
+        or weight.dim() != 2
+        or input.shape[0] != weight.shape[1]
+        or input.dtype is not weight.dtype
+        or private.any_autocast()
         or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not weight.dtype))
     ):
         return func(input, weight, bias, **out)
     return torch.mv(weight, input) if bias is None else torch.addmv(bias, weight, input)
 
 
-def _addcdiv_(func: Callable[..., Any], input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Any:
-    """addcdiv_ with a value that a program computes, as optimizers call it; PyTorch's C++ would ask for the number."""
-    return input.add_(tensor1 / tensor2 * value) if isinstance(value, torch.Tensor) else func(input, tensor1, tensor2, value=value)
+def _addcdiv_(
+    func: Callable[..., Any], input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1
+) -> Any:
+    """addcdiv_ with a value that a program computes, as optimizers call it; PyTorch's C++ would ask
+    for the number.
+    """
+    return (
+        input.add_(tensor1 / tensor2 * value)
+        if isinstance(value, torch.Tensor)
+        else func(input, tensor1, tensor2, value=value)
+    )
 
 
 def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the result is copied into out."""
+    """out= of a function in which PyTorch's C++ writes through another tensor on out's memory: the
+    result is copied into out.
+    """
     result = func(*args, **kwargs)
     if out is None:
         return result
-    if not torch.can_cast(result.dtype, out.dtype) or (func is torch.matmul and result.dtype is not out.dtype):
-        raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead ({func.__name__}){at_line()}")
+    if not torch.can_cast(result.dtype, out.dtype) or (
+        func is torch.matmul and result.dtype is not out.dtype
+    ):
+        raise RuntimeError(
+            f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead "
+            f"({func.__name__}){at_line()}"
+        )
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)
 
 
 def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.nn.functional's, without the error for negative values of var, which are not known here."""
-    return (_without_question() if traced(args, kwargs) else private_calls.original("gaussian_nll_loss"))(*args, **kwargs)
+    """torch.nn.functional's, without the error for negative values of var, which are not known
+    here.
+    """
+    return (
+        _without_question() if traced(args, kwargs) else private_calls.original("gaussian_nll_loss")
+    )(*args, **kwargs)
 
 
 @functools.cache
 def _without_question() -> Callable[..., torch.Tensor]:
-    """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is answered with no."""
+    """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is
+    answered with no.
+    """
     function: Any = private_calls.original("gaussian_nll_loss")
-    space = {**function.__globals__, "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False})}
+    space = {
+        **function.__globals__,
+        "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False}),
+    }
     return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
 
 
-def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether nn.Transformer may treat a mask as the causal one, for speed; False if the mask's values are not known."""
+def causal_hint(
+    mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    """Whether nn.Transformer may treat a mask as the causal one, for speed; False if the mask's
+    values are not known.
+    """
     try:
         return private_calls.original("causal_hint")(mask, is_causal, size)
     except DataDependentError:
@@ -275,23 +412,39 @@ def causal_hint(mask: torch.Tensor | None, is_causal: bool | None = None, size: 
 
 
 def fused_attention() -> bool:
-    """Whether transformers in eval mode may call one kernel for a whole layer; False in a trace, because JAX cannot see into it."""
-    return state.level is None and state.recorder is None and private_calls.original("fused_attention")()
+    """Whether transformers in eval mode may call one kernel for a whole layer; False in a trace,
+    because JAX cannot see into it.
+    """
+    return (
+        state.level is None
+        and state.recorder is None
+        and private_calls.original("fused_attention")()
+    )
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is at work, or this thread traces a jitted function: libraries then ask for no values."""
+    """Whether torch.compile or torch.export is at work, or this thread traces a jitted function:
+    libraries then ask for no values.
+    """
     return state.jitting or private_calls.original("is_compiling")()
 
 
 def compile(*args: Any, **kwargs: Any) -> Any:
-    """torch.compile; a function that it compiles inside of a trace runs there as the plain function."""
+    """torch.compile; a function that it compiles inside of a trace runs there as the plain
+    function.
+    """
     own = private_calls.original("compile")
-    return own(*args, **kwargs) if state.level is None and state.recorder is None else private_calls.compile_in_trace(own, *args, **kwargs)
+    return (
+        own(*args, **kwargs)
+        if state.level is None and state.recorder is None
+        else private_calls.compile_in_trace(own, *args, **kwargs)
+    )
 
 
 def compiler_of_frames(compiler: Any) -> Any:
-    """What torch.compile compiles the frames of a function with; None in a trace, where it would compile the trace's own Python."""
+    """What torch.compile compiles the frames of a function with; None in a trace, where it would
+    compile the trace's own Python.
+    """
     if state.level is None and state.recorder is None:
         return private_calls.original("compiler_of_frames")(compiler)
     private_calls.count_no_compiled_frames()
@@ -299,7 +452,9 @@ def compiler_of_frames(compiler: Any) -> Any:
 
 
 def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its memory."""
+    """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its
+    memory.
+    """
     if (state.level is None and state.recorder is None) or not t.is_leaf:
         return private_calls.original("deepcopy")(t, memo)
     if id(t) not in memo:
@@ -309,35 +464,56 @@ def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from outside."""
+    """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from
+    outside.
+    """
     if state.level is not None and not type(t1) is type(t2) is Traced:
         raise exchanged("swap_tensors")
     private_calls.original("swap_tensors")(t1, t2)
 
 
-def register_parameter(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-    """That of Module, which would put a tensor of the trace in the place of a parameter from outside."""
+def register_parameter(
+    module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+) -> None:
+    """That of Module, which would put a tensor of the trace in the place of a parameter from
+    outside.
+    """
     old = module.__dict__.get("_parameters", {}).get(name)
-    if state.level is not None and type(param) is Traced and old is not None and type(old) is not Traced:
+    if (
+        state.level is not None
+        and type(param) is Traced
+        and old is not None
+        and type(old) is not Traced
+    ):
         raise exchanged(f"the parameter {name}")
     private_calls.original("register_parameter")(module, name, param)
 
 
 def in_class(result: Any, cls: type) -> Any:
-    """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a traced result stays a plain tensor."""
+    """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a
+    traced result stays a plain tensor.
+    """
     if type(result) is not Traced:
         return private_calls.original("in_class")(result, cls)
     if has_rules(cls):
         raise NotImplementedError(  # PyTorch's operators, such as *, would catch a TypeError
-            f"tensor: expected a tensor of a class without a __torch_function__ of its own, got a {cls.__name__}, whose rules would not "
-            f"hold for what a transform computes with it; pass or capture x.as_subclass(torch.Tensor){at_line()}"
+            "tensor: expected a tensor of a class without a __torch_function__ of its own, got a "
+            f"{cls.__name__}, whose rules would not hold for what a transform computes with it; "
+            f"pass or capture x.as_subclass(torch.Tensor){at_line()}"
         )
     return result
 
 
 def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
-    """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of this one, stays a tensor if unknown."""
-    counted = layer.momentum is None and layer.training and layer.track_running_stats and layer.num_batches_tracked is not None
+    """That of BatchNorm; with momentum=None the number of batches, one over which is the weight of
+    this one, stays a tensor if unknown.
+    """
+    counted = (
+        layer.momentum is None
+        and layer.training
+        and layer.track_running_stats
+        and layer.num_batches_tracked is not None
+    )
     if counted and state.recorder is not None and state.recorder.mapped():
         state.recorder.go_on(Unrecordable("values inside vmap"))
     if not (state.level is not None and counted and layer.running_mean is not None):
@@ -346,7 +522,8 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     layer.num_batches_tracked.add_(1)
     weight = layer.num_batches_tracked.double().reciprocal()
     mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
-    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)  # with momentum 1 they are those of the batch
+    # with momentum 1 they are those of the batch
+    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)
     with torch.no_grad():
         for running, now in ((layer.running_mean, mean), (layer.running_var, var)):
             running.mul_(1 - weight).add_(now * weight)
@@ -355,22 +532,61 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
 
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
-    torch.kron: _out_by_value, torch.matmul: _out_by_value, torch.linalg.matrix_rank: _out_by_value,
-    torch.Tensor.__getitem__: _getitem, torch.Tensor.__setitem__: _setitem, torch.narrow: _narrow, torch.Tensor.narrow: _narrow,
-    torch.select: _select, torch.Tensor.select: _select, torch.Tensor.fill_diagonal_: _fill_diagonal,
-    torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss, torch.tensor_split: _tensor_split, torch.Tensor.tensor_split: _tensor_split,
-    torch.argwhere: _argwhere, torch.Tensor.argwhere: _argwhere, torch.Tensor.detach_: _detach_, torch.detach_: _detach_,
-    F.binary_cross_entropy_with_logits: _bce_with_logits, torch.binary_cross_entropy_with_logits: _bce_with_logits,
-    torch.Tensor.is_conj: _is_conj, torch.is_conj: _is_conj, torch.Tensor.resolve_conj: _resolve_conj, torch.resolve_conj: _resolve_conj,
-    torch.Tensor.__bool__: _truth, torch.is_nonzero: _truth, torch.Tensor.is_nonzero: _truth, F.one_hot: _one_hot, torch._assert: _assert,
-    torch.where: _where, F.linear: _linear, torch.Tensor.__float__: _number, torch.Tensor.__int__: _number, torch.Tensor.__index__: _number,
-    torch.Tensor.__complex__: _number, torch.Tensor.new_tensor: _new_tensor, torch.Tensor.new: _new_tensor,
-    torch.Tensor.bernoulli_: _bernoulli_, torch.Tensor.addcdiv_: _addcdiv_,
-    **packed_sequences.FUNCTIONS, **attention.FUNCTIONS, **cuda_functions.FUNCTIONS,
+    torch.kron: _out_by_value,
+    torch.matmul: _out_by_value,
+    torch.linalg.matrix_rank: _out_by_value,
+    torch.Tensor.__getitem__: _getitem,
+    torch.Tensor.__setitem__: _setitem,
+    torch.narrow: _narrow,
+    torch.Tensor.narrow: _narrow,
+    torch.select: _select,
+    torch.Tensor.select: _select,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.ctc_loss: _ctc_loss,
+    F.ctc_loss: _ctc_loss,
+    torch.tensor_split: _tensor_split,
+    torch.Tensor.tensor_split: _tensor_split,
+    torch.argwhere: _argwhere,
+    torch.Tensor.argwhere: _argwhere,
+    torch.Tensor.detach_: _detach_,
+    torch.detach_: _detach_,
+    F.binary_cross_entropy_with_logits: _bce_with_logits,
+    torch.binary_cross_entropy_with_logits: _bce_with_logits,
+    torch.Tensor.is_conj: _is_conj,
+    torch.is_conj: _is_conj,
+    torch.Tensor.resolve_conj: _resolve_conj,
+    torch.resolve_conj: _resolve_conj,
+    torch.Tensor.__bool__: _truth,
+    torch.is_nonzero: _truth,
+    torch.Tensor.is_nonzero: _truth,
+    F.one_hot: _one_hot,
+    torch._assert: _assert,
+    torch.where: _where,
+    F.linear: _linear,
+    torch.Tensor.__float__: _number,
+    torch.Tensor.__int__: _number,
+    torch.Tensor.__index__: _number,
+    torch.Tensor.__complex__: _number,
+    torch.Tensor.new_tensor: _new_tensor,
+    torch.Tensor.new: _new_tensor,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.Tensor.addcdiv_: _addcdiv_,
+    **packed_sequences.FUNCTIONS,
+    **attention.FUNCTIONS,
+    **cuda_functions.FUNCTIONS,
 }
-private_calls.IN_TRACES.update({
-    "gaussian_nll_loss": gaussian_nll_loss, "causal_hint": causal_hint, "fused_attention": fused_attention, "is_compiling": is_compiling,
-    "batch_norm_forward": batch_norm_forward, "deepcopy": deepcopy, "in_class": in_class, "compile": compile, "swap_tensors": swap_tensors,
-    "register_parameter": register_parameter,
-    "compiler_of_frames": compiler_of_frames,
-})  # fmt: skip
+private_calls.IN_TRACES.update(
+    {
+        "gaussian_nll_loss": gaussian_nll_loss,
+        "causal_hint": causal_hint,
+        "fused_attention": fused_attention,
+        "is_compiling": is_compiling,
+        "batch_norm_forward": batch_norm_forward,
+        "deepcopy": deepcopy,
+        "in_class": in_class,
+        "compile": compile,
+        "swap_tensors": swap_tensors,
+        "register_parameter": register_parameter,
+        "compiler_of_frames": compiler_of_frames,
+    }
+)

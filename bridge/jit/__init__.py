@@ -1,6 +1,8 @@
-"""jit: traces a function once, compiles the program with XLA, and keeps it for calls with the same shapes, dtypes and static values.
+"""jit: traces a function once, compiles the program with XLA, and keeps it for calls with the same
+shapes, dtypes and static values.
 
-- ``jitted``: the object that ``torchfunc_jax.jit`` returns; it keeps programs and chooses which of them a call runs.
+- ``jitted``: the object that ``torchfunc_jax.jit`` returns; it keeps programs and chooses which of
+  them a call runs.
 - ``program``: a function traced into one JAX program, whose captured tensors are inputs.
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
 - ``attributes``: what the function sets beside its result, in modules, ``.grad`` and optimizers.

@@ -1,4 +1,5 @@
 """A compiled program as one node of torch's graph."""
+
 from __future__ import annotations
 
 import functools
@@ -22,16 +23,25 @@ from bridge.trace.tracing import Traced
 
 
 class ProgramNode(torch.autograd.Function):
-    """One compiled program as one node of torch's graph; its backward is one compiled program too."""
+    """One compiled program as one node of torch's graph;
+    its backward is one compiled program too.
+    """
 
     @staticmethod
     @opaque
     def forward(
-        ctx: Any, compiled: Any, inputs: list[Any], values: list[Any], active: tuple[int, ...], *diff: torch.Tensor
+        ctx: Any,
+        compiled: Any,
+        inputs: list[Any],
+        values: list[Any],
+        active: tuple[int, ...],
+        *diff: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """values: the arrays of the inputs."""
         passes, kinds, copied, _ = compiled.pair(active)
-        run, back = passes.now  # the node keeps both: the backward pass is of the tier of its forward pass, and each time the same
+        # the node keeps both: the backward pass is of the tier of its forward pass, and each time
+        # the same
+        run, back = passes.now
         values = tensors.on_one_device(values) if compiled.mixed else values
         random = compiled.program.random(values)
         with jax.enable_x64(True), compiling.at_call():
@@ -39,14 +49,23 @@ class ProgramNode(torch.autograd.Function):
         if compiled.bounds is not None:
             compiled.bounds.judge(rest.pop())
         avoid = autograd.addresses(values)
-        ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.kinds = compiled, inputs, active, random, kinds
+        ctx.compiled, ctx.inputs, ctx.active, ctx.random, ctx.kinds = (
+            compiled,
+            inputs,
+            active,
+            random,
+            kinds,
+        )
         ctx.back = functools.partial(back, pull)
         written = {id(inputs[i]) for i in compiled.program.written}
         read = [t for t in inputs if id(t) not in written]
         held = autograd.addresses(pull)  # they are computed by now, at the latest
-        ctx.versions = autograd.kept_by(held, read) + autograd.versions([inputs[k] for k in copied if id(inputs[k]) not in written])
+        ctx.versions = autograd.kept_by(held, read) + autograd.versions(
+            [inputs[k] for k in copied if id(inputs[k]) not in written]
+        )
         ctx.every_version = autograd.versions(read)
-        ctx.save_for_backward(*[t.detach().clone() if t.is_inference() else t for t in diff])  # PyTorch saves no inference tensor
+        # PyTorch saves no inference tensor
+        ctx.save_for_backward(*[t.detach().clone() if t.is_inference() else t for t in diff])
         return autograd.returned(ctx, outs, rest, kinds, compiled.device, avoid | held)
 
     @staticmethod
@@ -59,9 +78,14 @@ class ProgramNode(torch.autograd.Function):
         direct = ctx.compiled.program.direct(ctx.active, [c is not None for c in cotangents])
         cts = autograd.materialized(given, ctx.like)
         if torch.is_grad_enabled() or any(type(c) is Traced for c in cts):
-            autograd.check_unchanged(ctx.every_version)  # the program runs again on the current tensors
-            if state.level is None and not any(type(t) is Traced or private.without_memory(t) for t in (*diff, *cts)):
-                grads = ctx.compiled.gradients(replaced(ctx.inputs, ctx.active, diff), ctx.active, ctx.random, cts)
+            # the program runs again on the current tensors
+            autograd.check_unchanged(ctx.every_version)
+            if state.level is None and not any(
+                type(t) is Traced or private.without_memory(t) for t in (*diff, *cts)
+            ):
+                grads = ctx.compiled.gradients(
+                    replaced(ctx.inputs, ctx.active, diff), ctx.active, ctx.random, cts
+                )
                 grads = [g.to(t.device) for g, t in zip(grads, diff, strict=True)]
             else:
                 grads = _again(ctx, diff, cts)
@@ -75,12 +99,18 @@ class ProgramNode(torch.autograd.Function):
             made = unpacked(found, need, ctx.compiled.runs_on)
             grads = [made.get(k) for k in range(len(need))]
             if ctx.compiled.mixed:
-                grads = [g if g is None else g.to(t.device) for g, t in zip(grads, diff, strict=True)]
+                grads = [
+                    g if g is None else g.to(t.device) for g, t in zip(grads, diff, strict=True)
+                ]
         return (None, None, None, None, *grads)
 
 
-def _again(ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The backward pass as a computation that torch's autograd can differentiate (double backward)."""
+def _again(
+    ctx: Any, diff: Sequence[torch.Tensor], cts: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The backward pass as a computation that torch's autograd can differentiate
+    (double backward).
+    """
     run = differentiated(ctx.compiled.program, ctx.active)
     inputs = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in ctx.inputs]
 

@@ -1,4 +1,7 @@
-"""A program with everything that a call needs: its compiled forms, the places of its captured tensors, the tree of its results."""
+"""A program with everything that a call needs: its compiled forms, the places of its captured
+tensors, the tree of its results.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,7 +25,16 @@ from bridge.convert.arrays import settle
 from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
-from bridge.jit.program import SEEDS, Program, backward_pass, differentiated, forward, in_two, pull_back, pull_back_packed
+from bridge.jit.program import (
+    SEEDS,
+    Program,
+    backward_pass,
+    differentiated,
+    forward,
+    in_two,
+    pull_back,
+    pull_back_packed,
+)
 from bridge.process import having
 from bridge.programs.guards import GONE_ERRORS
 from bridge.programs.places import Place
@@ -40,7 +52,8 @@ class ProgramInfo:
     """One program that a jitted function keeps.
 
     Attributes:
-        arguments: each argument leaf with its shape and dtype, its value, or "input" for a Python number that is an input.
+        arguments: each argument leaf with its shape and dtype, its value, or "input" for a Python
+            number that is an input.
         why: why the program was compiled, in sentences.
         operations: the number of operations before XLA optimized the program.
         seconds: the time that tracing, compiling and the first run took.
@@ -60,9 +73,10 @@ class Pair(NamedTuple):
     Attributes:
         passes: the forward pass, which keeps what the backward pass needs, and the backward pass.
         kinds: whether each output requires grad.
-        inputs: which of the program's inputs the backward pass needs the earlier values of, and has copies of.
-        read: for each gradient, the primals and cotangents that its computation reads, as bits of a number; filled when a double backward
-            asks for it.
+        inputs: which of the program's inputs the backward pass needs the earlier values of, and has
+            copies of.
+        read: for each gradient, the primals and cotangents that its computation reads, as bits of a
+            number; filled when a double backward asks for it.
     """
 
     passes: Tiers
@@ -75,7 +89,8 @@ class Executables(NamedTuple):
     """What XLA has made of a program.
 
     Attributes:
-        made: the forward pass, by None, and by the inputs that are differentiated: the forward and backward passes of the Pair.
+        made: the forward pass, by None, and by the inputs that are differentiated: the forward and
+            backward passes of the Pair.
         copied: by these: ``Pair.inputs``.
     """
 
@@ -87,29 +102,62 @@ class Compiled:
     """One staged program with everything that a call needs."""
 
     def __init__(
-        self, program: Program, call: Call, torch_out: bool, donated: tuple[int, ...], numbers: Inputs | None = None,
-        numbered: Sequence[int] = (), changing: frozenset[int] = frozenset(), tiered: bool = False, pure: bool = False,
-        given: Sequence[Any] | None = None, counters: Sequence[Place] = (), executables: Executables | None = None, stored: bool = False,
+        self,
+        program: Program,
+        call: Call,
+        torch_out: bool,
+        donated: tuple[int, ...],
+        numbers: Inputs | None = None,
+        numbered: Sequence[int] = (),
+        changing: frozenset[int] = frozenset(),
+        tiered: bool = False,
+        pure: bool = False,
+        given: Sequence[Any] | None = None,
+        counters: Sequence[Place] = (),
+        executables: Executables | None = None,
+        stored: bool = False,
     ) -> None:
-        """given: the arguments and captured tensors, if the call has others too, which stand for Python numbers.
+        """given: the arguments and captured tensors, if the call has others too, which stand for
+        Python numbers.
 
-        counters: the places of numbers that the function counts, and that are inputs behind those among the arguments.
-        executables: what another process has compiled of the program, instead of what would be compiled here.
-        tiered: whether it is compiled when it is called, in tiers, and found by what it computes; else by jax.jit.
-        stored: whether the next process finds it by that too.
+        counters: the places of numbers that the function counts, and that are inputs behind those
+        among the arguments. executables: what another process has compiled of the program, instead
+        of what would be compiled here. tiered: whether it is compiled when it is called, in tiers,
+        and found by what it computes; else by jax.jit. stored: whether the next process finds it by
+        that too.
         """
         tensors_in = [*call.arrays, *[p.get() for p in program.places]] if given is None else given
-        self.device = tensors.common_device(tensors_in) or next((d for d in program.is_tensor if d), _CPU)  # of the results
-        self.runs_on = next((x.device for x in tensors_in if isinstance(x, torch.Tensor) and x.device.type != "cpu"), self.device)
+        # of the results
+        self.device = tensors.common_device(tensors_in) or next(
+            (d for d in program.is_tensor if d), _CPU
+        )
+        self.runs_on = next(
+            (
+                x.device
+                for x in tensors_in
+                if isinstance(x, torch.Tensor) and x.device.type != "cpu"
+            ),
+            self.device,
+        )
         #: whether some of its inputs are on the CPU and others on an accelerator
         types = {x.device.type for x in tensors_in if isinstance(x, torch.Tensor)}
         self.mixed = torch_out and self.runs_on.type != "cpu" and "cpu" in types
-        self.tiered, self.pure, self.stored = tiered, pure, stored  # pure: to differentiate it runs no Python of the user's
-        self.changes = tiered  # whether its functions may be compiled, or their tier may change, at the next call
-        self.program, self.torch_out, self.where, self.donated = program, torch_out, call.where, donated
-        self.numbers, self.numbered = numbers, numbered  # Python numbers that are inputs; the positions of all numbers among the leaves
-        self.changing, self.counters = changing, counters  # changing: which of these numbers are inputs
-        self.traced: Any = None  # the traced function, if nothing else keeps it alive: its code is looked at
+        # pure: to differentiate it runs no Python of the user's
+        self.tiered, self.pure, self.stored = tiered, pure, stored
+        # whether its functions may be compiled, or their tier may change, at the next call
+        self.changes = tiered
+        self.program, self.torch_out, self.where, self.donated = (
+            program,
+            torch_out,
+            call.where,
+            donated,
+        )
+        # Python numbers that are inputs; the positions of all numbers among the leaves
+        self.numbers, self.numbered = numbers, numbered
+        # changing: which of these numbers are inputs
+        self.changing, self.counters = changing, counters
+        # the traced function, if nothing else keeps it alive: its code is looked at
+        self.traced: Any = None
         self.sharing = Sharing(program.written, len(call.where))
         self.facts: dict[str, str] = {}
         self.why = ""
@@ -120,26 +168,44 @@ class Compiled:
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = program.packing(not tiered) if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
-        # jax.Arrays are computed while the caller goes on; their values are checked only as much as JAX does
+        # jax.Arrays are computed while the caller goes on; their values are checked only as much as
+        # JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.recorded: dict[Any, Pair] = {}
         if executables is None:
             self.forward: Any = self._jit(forward(self.checked, self.packing))
         else:
-            passes = {k: Tiers(*[Once(self.checked.run, run=run) for run in runs]) for k, runs in executables.made.items()}
+            passes = {
+                k: Tiers(*[Once(self.checked.run, run=run) for run in runs])
+                for k, runs in executables.made.items()
+            }
             self.forward = passes.pop(None, Tiers(Once(self.checked.run)))
-            self.recorded = {k: Pair(found, program.kinds_for(k), executables.copied[k], []) for k, found in passes.items()}
+            self.recorded = {
+                k: Pair(found, program.kinds_for(k), executables.copied[k], [])
+                for k, found in passes.items()
+            }
         self.run = self.forward  # the forward pass; when it changes no more, its executable itself
-        self.asks = bool(program.written or program.strided or program.graded)  # whether ``unfit`` is to be asked before each call
+        # whether ``unfit`` is to be asked before each call
+        self.asks = bool(program.written or program.strided or program.graded)
         self.active: dict[Any, Any] = {}
-        self.backward: dict[tuple[int, ...], Compiled] = {}  # by the inputs that are differentiated: the backward pass as a program
-        # if a callback raises, XLA frees the memory of donated arguments, in which their tensors are
+        # by the inputs that are differentiated: the backward pass as a program
+        self.backward: dict[tuple[int, ...], Compiled] = {}
+        # if a callback raises, XLA frees the memory of donated arguments, in which their tensors
+        # are
         self.in_place = bool(donated) and "callback" not in str(program.jaxpr)
         #: whether every output is a tensor on the device of the results
-        self.alike = all(program.is_tensor) and not (torch_out and any(d.type != self.device.type for d in program.is_tensor))
+        self.alike = all(program.is_tensor) and not (
+            torch_out and any(d.type != self.device.type for d in program.is_tensor)
+        )
         self.one_out = (  # the only output is a tensor on the CPU
-            self.alike and program.out_spec is None and not program.written and not program.shared and self.packing is None
-            and torch_out and self.device.type == "cpu" and not donated
+            self.alike
+            and program.out_spec is None
+            and not program.written
+            and not program.shared
+            and self.packing is None
+            and torch_out
+            and self.device.type == "cpu"
+            and not donated
         )
 
     def _jit(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,38 +213,73 @@ class Compiled:
             return Tiers(self._kept(run))
         if not self.donated:
             return self._kept(run)
-        jitted = self._kept(lambda random, *inputs: run(inputs, random), donate_argnums=[i + 1 for i in self.donated])
+        jitted = self._kept(
+            lambda random, *inputs: run(inputs, random),
+            donate_argnums=[i + 1 for i in self.donated],
+        )
         return lambda inputs, random: jitted(random, *inputs)
 
     def _kept(self, function: Callable[..., Any], **options: Any) -> Any:
-        # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a scope at each call sets the same
+        # jax.Arrays may be tracers of a user's own jax.jit, inside of which JAX takes no options; a
+        # scope at each call sets the same
         if self.tiered:
-            return Once(function, self.changed, device=devices.of(self.runs_on), stored=self.stored, fast=not state.trying, **options)
-        self.jitted.append(jax.jit(function, compiler_options=compiling.options() if self.torch_out else None, **options))
+            return Once(
+                function,
+                self.changed,
+                device=devices.of(self.runs_on),
+                stored=self.stored,
+                fast=not state.trying,
+                **options,
+            )
+        self.jitted.append(
+            jax.jit(
+                function,
+                compiler_options=compiling.options() if self.torch_out else None,
+                **options,
+            )
+        )
         return self.jitted[-1]
 
     def tiers(self) -> list[Tiers]:
         """Of a program with tiers: what changes its tier together."""
-        return [self.forward, *[pair.passes for pair in self.recorded.copy().values()]]  # calls in other threads may add a pair
+        # calls in other threads may add a pair
+        return [self.forward, *[pair.passes for pair in self.recorded.copy().values()]]
 
     def executables(self) -> Executables:
         """What is compiled, in the best tier that there is."""
         pairs = self.recorded.copy()
-        passes: dict[Any, Tiers] = {None: self.forward, **{k: pair.passes for k, pair in pairs.items()}}
-        compiled = {k: tiers.best for k, tiers in passes.items() if all(f.executable and f.storable for f in tiers.best)}
+        passes: dict[Any, Tiers] = {
+            None: self.forward,
+            **{k: pair.passes for k, pair in pairs.items()},
+        }
+        compiled = {
+            k: tiers.best
+            for k, tiers in passes.items()
+            if all(f.executable and f.storable for f in tiers.best)
+        }
         made = {k: [f.executable for f in found] for k, found in compiled.items()}
         return Executables(made, {k: pair.inputs for k, pair in pairs.items() if k in made})
 
     def clear(self) -> None:
-        """Free the compiled code; a later call through a reference to this program compiles it anew."""
+        """Free the compiled code; a later call through a reference to this program compiles it
+        anew.
+        """
         for jitted in self.jitted:
             jitted.clear_cache()
 
     def info(self) -> ProgramInfo:
-        arguments = tuple(f"{name}: {what}" for name, what in self.facts.items() if name.startswith(("args", "kwargs")))
-        return ProgramInfo(arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls)
+        arguments = tuple(
+            f"{name}: {what}"
+            for name, what in self.facts.items()
+            if name.startswith(("args", "kwargs"))
+        )
+        return ProgramInfo(
+            arguments, self.why, len(self.program.jaxpr.jaxpr.eqns), self.seconds, self.calls
+        )
 
-    def captured(self, leaves: list[Any] | None = None) -> tuple[list[torch.Tensor], list[Any]] | None:
+    def captured(
+        self, leaves: list[Any] | None = None
+    ) -> tuple[list[torch.Tensor], list[Any]] | None:
         """The current captured tensors and their arrays; None if this program no longer fits.
 
         leaves: those of the call's arguments, if they are not in ``state.arguments`` already.
@@ -219,39 +320,66 @@ class Compiled:
         if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"
         if not all(Geometry.of(inputs[i]).plain for i in self.program.strided):
-            return "it counts from where a tensor's memory begins (as_strided), and the tensor is a view or not contiguous"
+            return (
+                "it counts from where a tensor's memory begins (as_strided), and the tensor is a "
+                "view or not contiguous"
+            )
         return ""
 
     def idle(self) -> bool:
         """Whether nothing is computed, because every output is a view of an input."""
         program = self.program
-        return bool(program.shared) and not self.layouts and self.bounds is None and not program.draws and not program.generators
+        return (
+            bool(program.shared)
+            and not self.layouts
+            and self.bounds is None
+            and not program.draws
+            and not program.generators
+        )
 
-    def agrees(self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[Any]) -> bool:
-        """Whether this program, which takes numbers as inputs, gives the same results as a program that was made for these numbers.
+    def agrees(
+        self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[Any]
+    ) -> bool:
+        """Whether this program, which takes numbers as inputs, gives the same results as a program
+        that was made for these numbers.
 
         captured: the arrays of the other program's captured tensors.
         """
         assert self.numbers is not None
         static = zip(self.static(values), other.program.static, strict=True)
-        if self.program.interface() != other.program.interface() or any(x is not y and Same(x) != Same(y) for x, y in static):
+        if self.program.interface() != other.program.interface() or any(
+            x is not y and Same(x) != Same(y) for x, y in static
+        ):
             return False
         own = self.captured()
-        mine = None if own is None else self._tried([*inputs, *self.numbers.evaluated(values), *own[1]])
+        mine = (
+            None
+            if own is None
+            else self._tried([*inputs, *self.numbers.evaluated(values), *own[1]])
+        )
         return mine is not None and all(map(close, mine, other._tried([*inputs, *captured])))
 
     def _tried(self, values: list[Any]) -> list[np.ndarray]:
         """The program's results; its writes are not carried out."""
         with jax.enable_x64(True), compiling.at_call():
-            outs = self.forward([np.array(x) for x in values] if self.donated else values, self.program.any_random())
+            outs = self.forward(
+                [np.array(x) for x in values] if self.donated else values, self.program.any_random()
+            )
         return [np.asarray(v) for v in outs]
 
     def static(self, numbers: Sequence[Any]) -> list[Any]:
         """The leaves of the result that are not tensors, for these numbers."""
-        return [x.node.evaluate(numbers) if python_numbers.is_input(x) else x for x in self.program.static]
+        return [
+            x.node.evaluate(numbers) if python_numbers.is_input(x) else x
+            for x in self.program.static
+        ]
 
-    def call(self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
-        """Run the program; values: the arrays of the arguments among the leaves, one of which requires grad if grads, and of captured."""
+    def call(
+        self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool
+    ) -> Any:
+        """Run the program; values: the arrays of the arguments among the leaves, one of which
+        requires grad if grads, and of captured.
+        """
         if not self.changes:
             return self._call(leaves, values, captured, grads)
         for tiers in self.tiers():
@@ -272,11 +400,17 @@ class Compiled:
     def _executables(self) -> list[Any]:
         return [function.executable for tiers in self.tiers() for function in tiers.now]
 
-    def _call(self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool) -> Any:
+    def _call(
+        self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool
+    ) -> Any:
         program = self.program
         if self.idle():
             return self._finish([], leaves, captured)
-        if self.torch_out and torch.is_grad_enabled() and (grads or any(t.requires_grad for t in captured)):
+        if (
+            self.torch_out
+            and torch.is_grad_enabled()
+            and (grads or any(t.requires_grad for t in captured))
+        ):
             every = self.inputs(leaves, captured)
             active = self._active(every)
             if any(self.pair(active).kinds):
@@ -309,7 +443,9 @@ class Compiled:
         finally:
             donation.finish()
 
-    def _returned(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+    def _returned(
+        self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]
+    ) -> Any:
         """What the call returns; outs: the program's results."""
         program = self.program
         if self.bounds is not None:
@@ -322,11 +458,17 @@ class Compiled:
         elif self.runs_on.type != "cpu":  # torch's stream waits for them
             results = tensors.views(outs, self.layouts, self.device)
         else:
-            for v in outs:  # converting them while the program runs takes a core from it, and costs more than it saves
+            # converting them while the program runs takes a core from it, and costs more than it
+            # saves
+            for v in outs:
                 v.block_until_ready()
             results = tensors.views(outs, self.layouts, self.device)
         if self.donated:
-            for t, v in zip([results[i] for i in self.packing.singles] if self.packing else results, outs, strict=False):
+            for t, v in zip(
+                [results[i] for i in self.packing.singles] if self.packing else results,
+                outs,
+                strict=False,
+            ):
                 own(t, v)
         if program.written:
             jax.block_until_ready(outs)
@@ -337,12 +479,18 @@ class Compiled:
                 v.block_until_ready()
         return tree
 
-    def _finish(self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+    def _finish(
+        self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]
+    ) -> Any:
         program = self.program
         inputs = self.inputs(leaves, captured) if program.written or program.shared else []
         if program.written:
             found = zip(program.written, results[program.count :], strict=True)
-            targets = [(inputs[i], v) for i, v in found if not (i in self.donated and take_over(inputs[i], v))]
+            targets = [
+                (inputs[i], v)
+                for i, v in found
+                if not (i in self.donated and take_over(inputs[i], v))
+            ]
             write_back([(t, v) for t, v in targets if isinstance(t, torch.Tensor)])
         outs = results[: program.count]
         if program.shared:
@@ -353,13 +501,23 @@ class Compiled:
 
     def _tree(self, results: Sequence[Any], leaves: list[Any]) -> Any:
         program = self.program
-        static = program.static if self.numbers is None else self.static([leaves[i] for i in self.numbered])
+        static = (
+            program.static
+            if self.numbers is None
+            else self.static([leaves[i] for i in self.numbered])
+        )
         return put_together(results, (program.out_spec, static, program.is_tensor))
 
-    def _finish_jax(self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]) -> Any:
+    def _finish_jax(
+        self, outs: list[jax.Array], leaves: list[Any], captured: list[torch.Tensor]
+    ) -> Any:
         program = self.program
         first = len(self.where)
-        pairs = [(captured[i - first], v) for i, v in zip(program.written, outs[program.count :], strict=True) if i >= first]
+        pairs = [
+            (captured[i - first], v)
+            for i, v in zip(program.written, outs[program.count :], strict=True)
+            if i >= first
+        ]
         write_back([(t, tensors.to_torch(v, t.device)) for t, v in pairs if tensors.is_local(v)])
         return self._tree(outs, leaves)
 
@@ -371,21 +529,44 @@ class Compiled:
         return self.active[wanted]
 
     def _recorded(
-        self, leaves: list[Any], captured: list[torch.Tensor], inputs: list[Any], values: list[Any], active: tuple[int, ...]
+        self,
+        leaves: list[Any],
+        captured: list[torch.Tensor],
+        inputs: list[Any],
+        values: list[Any],
+        active: tuple[int, ...],
     ) -> Any:
         # the backward pass needs the earlier values of the written tensors, so these are cloned
         written = {id(inputs[i]) for i in self.program.written}
         diff = [inputs[i].clone() if id(inputs[i]) in written else inputs[i] for i in active]
-        return self._finish(list(ProgramNode.apply(self, inputs, values, active, *diff)), leaves, captured)
+        return self._finish(
+            list(ProgramNode.apply(self, inputs, values, active, *diff)), leaves, captured
+        )
 
-    def gradients(self, inputs: list[Any], active: tuple[int, ...], random: Any, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The backward pass for these inputs as a node of torch's graph; random: the seeds and numbers of the forward pass."""
+    def gradients(
+        self,
+        inputs: list[Any],
+        active: tuple[int, ...],
+        random: Any,
+        cotangents: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The backward pass for these inputs as a node of torch's graph; random: the seeds and
+        numbers of the forward pass.
+        """
         seeds, numbers = self.program.any_random() or ([], []) if random is None else random
-        every = [*inputs, np.zeros(SEEDS, np.int64) if random is None else seeds, *numbers, *cotangents]
+        every = [
+            *inputs,
+            np.zeros(SEEDS, np.int64) if random is None else seeds,
+            *numbers,
+            *cotangents,
+        ]
         if active not in self.backward:
             call = Call([], None, list(range(len(every))))
             program = backward_pass(self.program, active)
-            self.backward.setdefault(active, Compiled(program, call, True, (), tiered=self.tiered, pure=self.pure, given=every))
+            self.backward.setdefault(
+                active,
+                Compiled(program, call, True, (), tiered=self.tiered, pure=self.pure, given=every),
+            )
         return self.backward[active].called(every)
 
     def called(self, inputs: list[Any]) -> list[torch.Tensor]:
@@ -413,7 +594,8 @@ class Compiled:
                 jaxpr = self.checked.jaxpr.jaxpr
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
                 pull = pull_back_packed if self.checked.stacks else pull_back
-                back = self._kept(products.rearranging(pull, jaxpr))  # a new function, because JAX caches compiled programs per function
+                # a new function, because JAX caches compiled programs per function
+                back = self._kept(products.rearranging(pull, jaxpr))
             made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs, [])
             self.changes = self.tiered
             self.recorded.setdefault(active, made)  # another thread may have been first
@@ -421,24 +603,45 @@ class Compiled:
 
 
 def close(a: np.ndarray, b: np.ndarray, eps: float = 0.0) -> bool:
-    """Whether two results differ by no more than rounding; eps: that of a coarser dtype that they were computed in."""
+    """Whether two results differ by no more than rounding; eps: that of a coarser dtype that they
+    were computed in.
+    """
     if a.dtype.kind in "biu":
         return bool(np.array_equal(a, b))
     kind = np.complex128 if a.dtype.kind == "c" else np.float64
     tolerance = max(float(jnp.finfo(a.dtype).eps), eps) ** 0.5
     a, b = a.astype(kind), b.astype(kind)
     finite = np.abs(b[np.isfinite(b)])
-    return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance * float(finite.max() if finite.size else 0), equal_nan=True))
+    return bool(
+        np.allclose(
+            a,
+            b,
+            rtol=tolerance,
+            atol=tolerance * float(finite.max() if finite.size else 0),
+            equal_nan=True,
+        )
+    )
 
 
-def memory_of(function: Callable[..., list[jax.Array]], avals: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """The bytes that the compiled program of a function of arrays takes: arguments, results, and what it computes in between.
+def memory_of(
+    function: Callable[..., list[jax.Array]], avals: Sequence[jax.ShapeDtypeStruct]
+) -> int:
+    """The bytes that the compiled program of a function of arrays takes: arguments, results, and
+    what it computes in between.
 
     The function may use tracers of a trace in progress; they count as arguments.
     """
     with jax.enable_x64(True), compiling.correctly():
         closed = jax.make_jaxpr(function)(*avals)
         consts = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(jax.typeof, closed.consts)]
-        program = jax.jit(lambda consts, *arrays: jax.core.eval_jaxpr(closed.jaxpr, consts, *arrays), compiler_options=compiling.options())
+        program = jax.jit(
+            lambda consts, *arrays: jax.core.eval_jaxpr(closed.jaxpr, consts, *arrays),
+            compiler_options=compiling.options(),
+        )
         found = program.lower(consts, *avals).compile().memory_analysis()
-    return int(found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes)
+    return int(
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        + found.temp_size_in_bytes
+        - found.alias_size_in_bytes
+    )

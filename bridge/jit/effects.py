@@ -1,9 +1,13 @@
-"""What a jitted function does to Python objects beside returning a result: it is found in the trace, undone, and done again at each call.
+"""What a jitted function does to Python objects beside returning a result: it is found in the
+trace, undone, and done again at each call.
 
-All that the function reaches (its arguments, variables, globals, modules, hooks) is compared before the trace and after it.  Tensors that
-the function has put there become outputs of the program, other values are put there as they are.  What ``backward()`` leaves in a ``.grad``
-is an output too.  If a program cannot do a change again, jit calls the function itself.  holders.py says what can be changed, and how.
+All that the function reaches (its arguments, variables, globals, modules, hooks) is compared before
+the trace and after it. Tensors that the function has put there become outputs of the program, other
+values are put there as they are. What ``backward()`` leaves in a ``.grad`` is an output too. If a
+program cannot do a change again, jit calls the function itself. holders.py says what can be
+changed, and how.
 """
+
 from __future__ import annotations
 
 import collections
@@ -75,7 +79,9 @@ class _Grad:
 
 
 class Effects(NamedTuple):
-    """The result of a function, and what it has changed, each change with its value; made: whether the result has recipes."""
+    """The result of a function, and what it has changed, each change with its value; made: whether
+    the result has recipes.
+    """
 
     out: Any
     changes: list[tuple[Change | _Grad, Any]]
@@ -93,8 +99,11 @@ class Effects(NamedTuple):
         return trees.unflatten(spec, [_built(x, made) for x in leaves])
 
 
-def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int, Place]) -> Callable[..., Any]:
-    """The function for a trace: it leaves what it changes as it was, and returns Effects if it has changed or returns an object.
+def noted(
+    fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int, Place]
+) -> Callable[..., Any]:
+    """The function for a trace: it leaves what it changes as it was, and returns Effects if it has
+    changed or returns an object.
 
     found: what the function reaches.  places: by id, where captured tensors were found.
     """
@@ -114,31 +123,62 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
 
         with having(state, given=(args, kwargs)):
             nodes = list(in_arguments((args, kwargs), call.spec))
-            owners = root.owners = [(h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])]
+            owners = root.owners = [
+                (h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])
+            ]
             watched = [(h, owner, h.read(owner)) for h, owner in owners]
             state.undone, raised = None, True
             try:
                 out = fn(*args, **kwargs)
                 raised = False
             finally:
-                changed = [(h, old, differences) for h, owner, old in watched if (differences := _undone(h, owner, old))]
+                changed = [
+                    (h, old, differences)
+                    for h, owner, old in watched
+                    if (differences := _undone(h, owner, old))
+                ]
                 kept = [(place_of(t), value) for t, value in grads.changed()]
                 root.graded = [place for place, _ in kept]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
-                root.read = [(p, grad) for p, grad in read if grad is None or type(places.get(id(grad))) is not GradOf]
+                root.read = [
+                    (p, grad)
+                    for p, grad in read
+                    if grad is None or type(places.get(id(grad))) is not GradOf
+                ]
                 recipes = _Recipes(
-                    {*map(id, found.alive), *found.modules, *[id(owner) for _, owner, _ in watched]},
+                    {
+                        *map(id, found.alive),
+                        *found.modules,
+                        *[id(owner) for _, owner, _ in watched],
+                    },
                     {id(node): place for node, place, _ in nodes if trees.children(node) is None},
                 )
-                if raised:  # whoever catches the exception sees what was done before it, as far as no tensor of the trace is in it
+                # whoever catches the exception sees what was done before it, as far as no tensor of
+                # the trace is in it
+                if raised:
                     with contextlib.suppress(CalledItself):
-                        state.undone = Effects(None, [(c, v) for c, v in recipes.changes(changed, once=True) if not _of_trace(v)])
-            both = {type(node) for node, *_ in nodes if trees.children(node) is None} & {*map(type, found.alive)}
+                        state.undone = Effects(
+                            None,
+                            [
+                                (c, v)
+                                for c, v in recipes.changes(changed, once=True)
+                                if not _of_trace(v)
+                            ],
+                        )
+            both = {type(node) for node, *_ in nodes if trees.children(node) is None} & {
+                *map(type, found.alive)
+            }
             if changed and both:  # an object may be an argument and reached in another way too
-                raise CalledItself(f"it changes objects, and reaches one of the class {both.pop().__name__} that is no argument too")
+                raise CalledItself(
+                    f"it changes objects, and reaches one of the class {both.pop().__name__} that "
+                    "is no argument too"
+                )
             changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
         root.changes = [change for change, _ in changes]
-        changes += [(_Grad(p, p.identity), _outside(value) if type(value) is Traced else value) for p, value in kept]
+        changes += [
+            (_Grad(p, p.identity), _outside(value) if type(value) is Traced else value)
+            for p, value in kept
+        ]
         result = recipes.result(out)
         return Effects(result, changes, result is not out) if changes or result is not out else out
 
@@ -147,7 +187,11 @@ def noted(fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int,
 
 def _undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
     """What the function has changed, which is undone."""
-    differences = [d for d in holder.differences(old, holder.read(owner)) if holder.counts(d[1]) or _has_traced(d[2])]
+    differences = [
+        d
+        for d in holder.differences(old, holder.read(owner))
+        if holder.counts(d[1]) or _has_traced(d[2])
+    ]
     if differences:
         holder.undo(owner, old, differences)
     return differences
@@ -157,9 +201,11 @@ def _has_traced(value: Any) -> bool:
     return any(type(x) is Traced for x in trees.flatten(value)[0])
 
 
-# -- values: they are made anew at each call ------------------------------------------------------------------------------------------
+# -- values: they are made anew at each call -------------------------------------------------------
 class _Known:
-    """An object that was there before, or that cannot be changed; it is the same one at each call."""
+    """An object that was there before, or that cannot be changed;
+    it is the same one at each call.
+    """
 
     __slots__ = ("value",)
 
@@ -179,7 +225,8 @@ class _Shape:
 
     Attributes:
         kind: its class.
-        keys: of a dict its keys, of another container how many elements it has, of another object the names of its attributes.
+        keys: of a dict its keys, of another container how many elements it has, of another object
+            the names of its attributes.
         extra: the default_factory of a defaultdict, the maxlen of a deque.
     """
 
@@ -189,7 +236,9 @@ class _Shape:
 
 
 class _New(NamedTuple):
-    """An object that the function makes, which is made anew at each call; where it is met again, its number stands for it."""
+    """An object that the function makes, which is made anew at each call; where it is met again,
+    its number stands for it.
+    """
 
     number: int
     shape: _Shape
@@ -211,7 +260,8 @@ class _Argument:
 
 _ELEMENTS = (list, tuple, set, frozenset, collections.deque)
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
-_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)  # Python that has not run yet
+# Python that has not run yet
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 class _Recipes:
@@ -226,8 +276,11 @@ class _Recipes:
         self.known, self.arguments, self.made = known, arguments, dict[int, int]()
         self.alive: list[Any] = []
 
-    def changes(self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False) -> list[Any]:
-        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no program can make.
+    def changes(
+        self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False
+    ) -> list[Any]:
+        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no
+        program can make.
 
         once: no program makes them.
         """
@@ -244,19 +297,33 @@ class _Recipes:
                     continue
                 if holder.place.key == "_parameters" and type(value) is Traced:
                     raise exchanged(f"the parameter {key}")
-                counts = what == "set" and not holder.of_argument and _is_number(before) and (
-                    _is_number(value) or python_numbers.is_input(value))
+                counts = (
+                    what == "set"
+                    and not holder.of_argument
+                    and _is_number(before)
+                    and (_is_number(value) or python_numbers.is_input(value))
+                )
                 recipe = self._of(value, functools.partial(holder.named, key))
                 found.append((Change(holder, holder.identity, what, key, counts), recipe))
         return found
 
     def result(self, out: Any) -> Any:
-        """What the function returns, with recipes in the place of the objects that it has made; itself if there are none."""
+        """What the function returns, with recipes in the place of the objects that it has made;
+        itself if there are none.
+        """
         leaves, spec = trees.flatten(out)
-        if all(isinstance(x, (torch.Tensor, jax.Array, *_CONSTANT)) or python_numbers.is_input(x) for x in leaves):
+        if all(
+            isinstance(x, (torch.Tensor, jax.Array, *_CONSTANT)) or python_numbers.is_input(x)
+            for x in leaves
+        ):
             return out
-        made = [x if isinstance(x, torch.Tensor | jax.Array) else self._of(x, lambda: "its result") for x in leaves]
-        made = [x if type(recipe) is _Known else recipe for x, recipe in zip(leaves, made, strict=True)]
+        made = [
+            x if isinstance(x, torch.Tensor | jax.Array) else self._of(x, lambda: "its result")
+            for x in leaves
+        ]
+        made = [
+            x if type(recipe) is _Known else recipe for x, recipe in zip(leaves, made, strict=True)
+        ]
         return trees.unflatten(spec, made) if any(map(_is_recipe, made)) else out
 
     def _of(self, x: Any, where: Callable[[], str]) -> Any:
@@ -276,8 +343,12 @@ class _Recipes:
         if not (isinstance(x, (dict, *_ELEMENTS)) or is_plain(x)):
             if isinstance(x, types.CoroutineType):
                 x.close()  # it would warn that nobody waits for it
-            if isinstance(x, _SUSPENDED) or any(type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()):
-                raise CalledItself(f"it keeps a {type(x).__name__} that holds tensors: {where()}{at_line()}")
+            if isinstance(x, _SUSPENDED) or any(
+                type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()
+            ):
+                raise CalledItself(
+                    f"it keeps a {type(x).__name__} that holds tensors: {where()}{at_line()}"
+                )
             return _Known(x)
         self.made[id(x)] = number = len(self.made)
         self.alive.append(x)
@@ -285,14 +356,18 @@ class _Recipes:
         return _New(number, shape, [self._of(part, where) for part in parts])
 
     def _alike(self, before: Any, after: Any) -> bool:
-        """Whether another object with the same content has taken the place of one, so that nothing but its identity has changed."""
+        """Whether another object with the same content has taken the place of one, so that nothing
+        but its identity has changed.
+        """
         if before is after:
             return True
         if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
             return False
         if isinstance(after, _CONSTANT):
             return bool(identical(before) == identical(after))
-        if id(after) in self.known or not (isinstance(after, (dict, *_ELEMENTS)) or is_plain(after)):
+        if id(after) in self.known or not (
+            isinstance(after, (dict, *_ELEMENTS)) or is_plain(after)
+        ):
             return False
         (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
         return shape == other and all(map(self._alike, parts, more))
@@ -329,7 +404,9 @@ def _taken_apart(x: Any) -> tuple[_Shape, list[Any]]:
 
 
 def _built(recipe: Any, made: dict[int, Any]) -> Any:
-    """The value of a recipe; made: by their numbers, the objects of this call that have been made."""
+    """The value of a recipe; made: by their numbers,
+    the objects of this call that have been made.
+    """
     if type(recipe) is _Known:
         return recipe.value
     if type(recipe) is _Again:
@@ -360,9 +437,11 @@ def _built(recipe: Any, made: dict[int, Any]) -> Any:
     return new
 
 
-# -- tensors --------------------------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 def _arguments(call: Call, given: Any) -> dict[int, Traced]:
-    """The traced tensors that stand for the arguments, by their numbers among the leaves; each gets the ``.grad`` of its argument."""
+    """The traced tensors that stand for the arguments, by their numbers among the leaves; each gets
+    the ``.grad`` of its argument.
+    """
     found = {i: t for i, t in enumerate(trees.flatten(given)[0]) if type(t) is Traced}
     for i, t in found.items():
         x = call.leaves[i]
@@ -373,7 +452,9 @@ def _arguments(call: Call, given: Any) -> dict[int, Traced]:
 
 
 def _outside(t: Traced) -> Traced | None:
-    """A traced tensor as it is outside of the transforms that it was computed in; None if they map it, or if it is one step of a loop."""
+    """A traced tensor as it is outside of the transforms that it was computed in; None if they map
+    it, or if it is one step of a loop.
+    """
     if t.node.level is state.level:
         return t
     root, views = views_between(t.node)
@@ -382,4 +463,9 @@ def _outside(t: Traced) -> Traced | None:
     value = private_jax.innermost_removed(root.value, True)
     if private_jax.trace_of(value) not in (None, private_jax.current_trace()):
         return None
-    return wrap(functools.reduce(lambda base, view: view.lowering(base, *view.args, **view.kwargs), views, value), t.device)
+    return wrap(
+        functools.reduce(
+            lambda base, view: view.lowering(base, *view.args, **view.kwargs), views, value
+        ),
+        t.device,
+    )

@@ -1,4 +1,7 @@
-"""Says in sentences why jitted functions compile: each new program is compared with the earlier programs, which did not fit."""
+"""Says in sentences why jitted functions compile: each new program is compared with the earlier
+programs, which did not fit.
+"""
+
 from __future__ import annotations
 
 import os
@@ -21,9 +24,11 @@ from bridge.trace.storage import strides_of
 
 @contextmanager
 def explain(file: TextIO | None = None) -> Iterator[list[str]]:
-    """While entered, say why ``jit`` compiles each program: which argument, module, attribute or state has changed.
+    """While entered, say why ``jit`` compiles each program: which argument, module, attribute or
+    state has changed.
 
-    The environment variable ``TORCHFUNC_JAX_EXPLAIN=1`` does the same for a whole process, on standard error.
+    The environment variable ``TORCHFUNC_JAX_EXPLAIN=1`` does the same for a whole process, on
+    standard error.
 
     docs/jit.md says which changes compile a program.
 
@@ -67,12 +72,20 @@ def name_of(jitted: Any) -> str:
 
 
 def reason(facts: dict[str, str], others: Sequence[tuple[dict[str, str], Guards]]) -> str:
-    """How a new program differs from the most similar earlier one, by its facts and by the changes that the earlier one's guards find."""
+    """How a new program differs from the most similar earlier one, by its facts and by the changes
+    that the earlier one's guards find.
+    """
     if not others:
         return "it is the first one"
-    found = min((_differences(old, facts) + list(guards.differences()) for old, guards in reversed(others)), key=len)
+    found = min(
+        (_differences(old, facts) + list(guards.differences()) for old, guards in reversed(others)),
+        key=len,
+    )
     if not found:
-        return "a captured tensor has another shape or dtype, or a number does not fit into the program that takes it as an input"
+        return (
+            "a captured tensor has another shape or dtype, or a number does not fit into the "
+            "program that takes it as an input"
+        )
     return "; ".join(dict.fromkeys(found))
 
 
@@ -85,7 +98,9 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
-    """The conditions of a program in words: the names of arguments and states, each with its description."""
+    """The conditions of a program in words: the names of arguments and states, each with its
+    description.
+    """
     found = {"the structure of the arguments": repr(call.spec)}
     numbered = {i: k for k, i in enumerate(entry.numbered)}
     recording = key[-2]
@@ -109,5 +124,8 @@ def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
             what = text if len(text) < 80 else f"{text[:77]}..."
             what = f"{type(x).__name__} {what}" if isinstance(x, bool | int | float) else what
         found[name] = what
-    states = {"grad mode": "on" if recording else "off", "random numbers": "torch's" if key[-4] else "JAX's"}
+    states = {
+        "grad mode": "on" if recording else "off",
+        "random numbers": "torch's" if key[-4] else "JAX's",
+    }
     return {**found, **states, **describe(key[-1])}

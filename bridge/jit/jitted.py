@@ -1,4 +1,7 @@
-"""Jitted functions: each keeps compiled programs, chooses one of them for a call, and compiles a new one if none fits."""
+"""Jitted functions: each keeps compiled programs, chooses one of them for a call, and compiles a
+new one if none fits.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -47,8 +50,12 @@ from bridge.trace.storage import OutsideOfView
 from bridge.trace.torch_numbers import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
-_TURNS = 4  # how many programs in a row may each be of use for one call only, because they change what they depend on
-_PAUSE = 8  # for how many calls the function itself is called then, before another program is tried; twice as many each time
+# how many programs in a row may each be of use for one call only, because they change what they
+# depend on
+_TURNS = 4
+# for how many calls the function itself is called then, before another program is tried; twice as
+# many each time
+_PAUSE = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,12 +68,15 @@ class _Family:
     changing: frozenset[int] = frozenset()  # which of the numbers are inputs of the next program
     #: and of those before it, in the order in which they became so
     ways: list[frozenset[int]] = dataclasses.field(default_factory=lambda: [frozenset()])
-    by_value: set[int] = dataclasses.field(default_factory=set)  # the numbers whose values the function asks for
+    # the numbers whose values the function asks for
+    by_value: set[int] = dataclasses.field(default_factory=set)
     first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
     watched: list[Any] = dataclasses.field(default_factory=list)
     counters: list[Change] = dataclasses.field(default_factory=list)
-    turns: int = 0  # how many programs in a row have changed what they depend on, so that they were of use for one call
+    # how many programs in a row have changed what they depend on, so that they were of use for one
+    # call
+    turns: int = 0
     itself: str = ""  # why the function itself is called, and no program
     pause: int = _PAUSE  # for how many calls, and
     left: int = -1  # for how many more; -1: for good
@@ -113,41 +123,65 @@ class _Family:
         return tuple([type(x) if k in inputs else identical(x) for k, x in enumerate(numbers)])
 
     def find(self, numbers: Sequence[Any]) -> list[Compiled]:
-        """The programs for these numbers, the oldest first: a call that comes again runs by the same one, which rounds as it did."""
-        return [program for inputs in self.ways for program in self.programs.get(self.key(numbers, inputs), ())]
+        """The programs for these numbers, the oldest first: a call that comes again runs by the
+        same one, which rounds as it did.
+        """
+        return [
+            program
+            for inputs in self.ways
+            for program in self.programs.get(self.key(numbers, inputs), ())
+        ]
 
     def to_change(self, numbers: Sequence[Any]) -> frozenset[int]:
         """Which of these numbers should be inputs."""
         if self.first is None:
             return frozenset()
         pairs = zip(numbers, self.first[0], strict=True)
-        differ = {k for k, (x, y) in enumerate(pairs) if type(x) in (int, float) and type(x) is type(y) and identical(x) != identical(y)}
+        differ = {
+            k
+            for k, (x, y) in enumerate(pairs)
+            if type(x) in (int, float) and type(x) is type(y) and identical(x) != identical(y)
+        }
         return frozenset((self.changing | differ) - self.by_value)
 
 
 class Jitted:
-    """The object that ``jit`` returns: it is called like the function, and shows the function's programs.
+    """The object that ``jit`` returns: it is called like the function, and shows the function's
+    programs.
 
     Copies and pickles of it hold the function, but no programs.
     """
 
     def __init__(
-        self, func: Callable[..., Any], donate: tuple[int, ...] = (), static_argnums: tuple[int, ...] = (), max_programs: int = 64,
+        self,
+        func: Callable[..., Any],
+        donate: tuple[int, ...] = (),
+        static_argnums: tuple[int, ...] = (),
+        max_programs: int = 64,
         random: str | None = None,
-    ) -> None:  # fmt: skip
-        self._func, self._donate, self._static, self._most, self._random = func, donate, static_argnums, max_programs, random
+    ) -> None:
+        self._func, self._donate, self._static, self._most, self._random = (
+            func,
+            donate,
+            static_argnums,
+            max_programs,
+            random,
+        )
         self._start()
         functools.update_wrapper(self, func, updated=())
 
     def _start(self) -> None:
         self._families: dict[Any, _Family] = {}
-        self._objects: dict[type, Any] = {}  # by class: whether its objects are taken apart, or a reference to the first one
+        # by class: whether its objects are taken apart, or a reference to the first one
+        self._objects: dict[type, Any] = {}
         self._clock = itertools.count()
         self._warned = False
         self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the function, such as ``parameters`` of a module; it is asked for if this object has none of that name."""
+        """An attribute of the function, such as ``parameters`` of a module; it is asked for if this
+        object has none of that name.
+        """
         if name.startswith("__") or "_func" not in vars(self):  # the latter while a pickle is read
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._func, name)
@@ -160,11 +194,20 @@ class Jitted:
         found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
         for part in (name or "").split("."):
             found = getattr(found, part, None)
-        if found is self:  # a decorated function of a module is pickled by its name, as Python pickles functions
+        # a decorated function of a module is pickled by its name, as Python pickles functions
+        if found is self:
             return name
-        without = {"_families", "_clock", "_lock", "_warned", "__wrapped__", *functools.WRAPPER_ASSIGNMENTS}
+        without = {
+            "_families",
+            "_clock",
+            "_lock",
+            "_warned",
+            "__wrapped__",
+            *functools.WRAPPER_ASSIGNMENTS,
+        }
         state = {k: v for k, v in self.__dict__.items() if k not in without}
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]  # typeshed leaves it out
+        # typeshed leaves it out
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -189,12 +232,16 @@ class Jitted:
     @opaque
     def _called(self, args: Any, kwargs: dict[str, Any], given: Any = None) -> Any:
         """Call a program; given: the arguments themselves, if others stand in their place."""
-        if state.level is not None or state.recorder is not None:  # the call is part of the outer transform's or jit's program
+        # the call is part of the outer transform's or jit's program
+        if state.level is not None or state.recorder is not None:
             return self._func(*args, **kwargs)
         given = given or (args, kwargs)
         if self._static:
             try:
-                args = tuple(Same(a) if i in self._static and type(a) is not Same else a for i, a in enumerate(args))
+                args = tuple(
+                    Same(a) if i in self._static and type(a) is not Same else a
+                    for i, a in enumerate(args)
+                )
             except TypeError as error:
                 raise _unhashable(error) from None
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
@@ -217,12 +264,21 @@ class Jitted:
                     key.append(-len(inputs))  # signatures are not negative
             elif isinstance(x, jax.Array):
                 inputs.append(x)
-                key.append((x.shape, x.dtype, *(varying.in_type(x).values() if isinstance(x, jax.core.Tracer) else ())))
+                key.append(
+                    (
+                        x.shape,
+                        x.dtype,
+                        *(varying.in_type(x).values() if isinstance(x, jax.core.Tracer) else ()),
+                    )
+                )
                 torch_out = False
             elif type(x) is float or type(x) is int:
                 numbers.append(x)
                 key.append(type(x))
-            elif self._opens(x) and (opened := objects.opened((args, kwargs), self._opens)) is not None:
+            elif (
+                self._opens(x)
+                and (opened := objects.opened((args, kwargs), self._opens)) is not None
+            ):
                 return self._called(opened[0], opened[1], given)
             else:
                 try:
@@ -252,9 +308,19 @@ class Jitted:
                         misfit = True
         start = time.perf_counter()
         try:
-            entry = self._compile(whole, Call.each_once(*trees.flatten((args, kwargs))), inputs, numbers, misfit, tried)
+            entry = self._compile(
+                whole,
+                Call.each_once(*trees.flatten((args, kwargs))),
+                inputs,
+                numbers,
+                misfit,
+                tried,
+            )
         except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
-            if isinstance(error, CalledItself) and (family := self._families.get(whole)) is not None:
+            if (
+                isinstance(error, CalledItself)
+                and (family := self._families.get(whole)) is not None
+            ):
                 family.itself = str(error)
             return self._unjitted(str(error), torch_out, given)
         except Exception:
@@ -273,11 +339,19 @@ class Jitted:
             family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
             if family.turns == _TURNS:
                 family.turns, family.left, family.pause = _TURNS - 1, family.pause, 2 * family.pause
-                family.itself = f"at each call it changes {', '.join(map(str, entry.program.changes))}, and what it does depends on that"
+                family.itself = (
+                    f"at each call it changes {', '.join(map(str, entry.program.changes))}, and "
+                    "what it does depends on that"
+                )
         return out
 
     def _run(
-        self, entry: Compiled, leaves: list[Any], inputs: list[Any], captured: tuple[list[torch.Tensor], list[Any]], grads: bool,
+        self,
+        entry: Compiled,
+        leaves: list[Any],
+        inputs: list[Any],
+        captured: tuple[list[torch.Tensor], list[Any]],
+        grads: bool,
         given: Any,
     ) -> Any:
         entry.used = next(self._clock)
@@ -299,26 +373,32 @@ class Jitted:
             return out.done()
 
     def _unjitted(self, reason: str, torch_out: bool, given: Any) -> Any:
-        """Call the function itself, because no program can do what it does with its arguments' memory or with seeds."""
+        """Call the function itself, because no program can do what it does with its arguments'
+        memory or with seeds.
+        """
         if not torch_out:
             raise RuntimeError(
-                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares memory, set seeds outside of it, "
-                "or pass torch tensors"
+                f"jit: {reason}, which a program for jax.Arrays cannot follow; clone what shares "
+                "memory, set seeds outside of it, or pass torch tensors"
             )
         explaining.say(self, f"the function itself was called, and no program: {reason}")
         with random_numbers(self._random):
             return self._func(*given[0], **given[1])
 
     def _opens(self, x: Any) -> bool:
-        """Whether an object among the arguments is taken apart, so that another one of its structure runs by the same program.
+        """Whether an object among the arguments is taken apart, so that another one of its
+        structure runs by the same program.
 
-        It is if it holds nothing but tensors and constants, is no object of which this is a method, and another one of its class has been
-        here before: the first one may be one that the function knows from elsewhere too.
+        It is if it holds nothing but tensors and constants, is no object of which this is a method,
+        and another one of its class has been here before: the first one may be one that the
+        function knows from elsewhere too.
         """
         kind = type(x)
         first = self._objects.get(kind)
         if first is None:
-            if not objects.can_be_opened(kind, x) or any(v is self for cls in kind.__mro__ for v in vars(cls).values()):
+            if not objects.can_be_opened(kind, x) or any(
+                v is self for cls in kind.__mro__ for v in vars(cls).values()
+            ):
                 self._objects[kind] = False
             elif objects.is_data(x):
                 self._objects[kind] = weakref.ref(x) if by_identity(x) else True
@@ -327,17 +407,34 @@ class Jitted:
         return self._objects.get(kind) is True and objects.is_data(x)
 
     def _compile(
-        self, key: Any, call: Call, inputs: list[Any], numbers: list[Any], misfit: bool, tried: list[Compiled]
+        self,
+        key: Any,
+        call: Call,
+        inputs: list[Any],
+        numbers: list[Any],
+        misfit: bool,
+        tried: list[Compiled],
     ) -> Compiled:
         # the locks always in this order: a traced function may call functional_call
-        with random_numbers(self._random), SWAPPING, self._lock, having(state, arguments=call.leaves):
+        with (
+            random_numbers(self._random),
+            SWAPPING,
+            self._lock,
+            having(state, arguments=call.leaves),
+        ):
             family = self._families.get(key)
             if family is None:
                 families, family = self._families, _Family()
-                family.watched = [weakref.ref(x, lambda _: families.pop(key, None)) for x in _mortal(call.leaves)]
+                family.watched = [
+                    weakref.ref(x, lambda _: families.pop(key, None)) for x in _mortal(call.leaves)
+                ]
                 families[key] = family
-            numbers = [*[x for x in call.leaves if type(x) is float or type(x) is int], *family.counted()]
-            for made in family.find(numbers):  # another thread may have made it while this one waited
+            numbers = [
+                *[x for x in call.leaves if type(x) is float or type(x) is int],
+                *family.counted(),
+            ]
+            # another thread may have made it while this one waited
+            for made in family.find(numbers):
                 if not any(made is t for t in tried) and made.captured() is not None:
                     return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
@@ -360,16 +457,25 @@ class Jitted:
     def _with_inputs(
         self, family: _Family, call: Call, inputs: list[Any], numbers: list[Any], torch_out: bool
     ) -> Compiled | None:
-        """A program whose inputs include the changing numbers, except those whose values the function asks for; None if there is none."""
+        """A program whose inputs include the changing numbers, except those whose values the
+        function asks for; None if there is none.
+        """
         changing = family.to_change(numbers)
-        if not changing or family.first is None or any(isinstance(x, jax.core.Tracer) for x in inputs):
+        if (
+            not changing
+            or family.first is None
+            or any(isinstance(x, jax.core.Tracer) for x in inputs)
+        ):
             return None
         values, first = family.first
         captured = self._of_first(family)
         if captured is None:
             return None
         counted = range(len(call.leaves), len(call.leaves) + len(family.counters))
-        numbered = [*[i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int], *counted]
+        numbered = [
+            *[i for i, x in enumerate(call.leaves) if type(x) is float or type(x) is int],
+            *counted,
+        ]
         numbers_in = Inputs(numbers)
         standing = [numbers_in.number(k) if k in changing else x for k, x in enumerate(numbers)]
         leaves = [*call.leaves, *[None for _ in counted]]
@@ -389,7 +495,16 @@ class Jitted:
             with family.counting(standing):
                 program = stage(traced, inner, self._donated(call))
             changing -= numbers_in.asked
-            entry = self._compiled(program, inner, torch_out, numbers_in, numbered, changing, call.arrays, family.counter_places())
+            entry = self._compiled(
+                program,
+                inner,
+                torch_out,
+                numbers_in,
+                numbered,
+                changing,
+                call.arrays,
+                family.counter_places(),
+            )
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
                 right = not program.types_matter  # there is no program to compare it with
@@ -411,28 +526,47 @@ class Jitted:
         donated = self._donated(call, program)
         tiered = torch_out and not donated
         names = ("numbers", "numbered", "changing", "given", "counters")
-        return Compiled(program, call, torch_out, donated, tiered=tiered, stored=tiered, **dict(zip(names, numbers, strict=False)))
+        return Compiled(
+            program,
+            call,
+            torch_out,
+            donated,
+            tiered=tiered,
+            stored=tiered,
+            **dict(zip(names, numbers, strict=False)),
+        )
 
     @staticmethod
     def _of_first(family: _Family) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The captured tensors of the family's first program and their arrays; None if it no longer fits."""
+        """The captured tensors of the family's first program and their arrays; None if it no longer
+        fits.
+        """
         assert family.first is not None
         with family.counting(family.first[0]):
             return family.first[1].captured()
 
-    def _describe(self, entry: Compiled, family: _Family, key: Any, call: Call, numbers: Sequence[Any]) -> None:
+    def _describe(
+        self, entry: Compiled, family: _Family, key: Any, call: Call, numbers: Sequence[Any]
+    ) -> None:
         """Write down the conditions of the program, and why none of the existing programs fits."""
         every = [e for *_, e in self._entries()]
         entry.facts = explaining.facts(call, key, entry)
         first = len(numbers) - len(family.counters)
         for k, (change, x) in enumerate(zip(family.counters, numbers[first:], strict=True), first):
-            entry.facts[str(change)] = f"{type(x).__name__}, an input" if k in entry.changing else repr(x)
+            entry.facts[str(change)] = (
+                f"{type(x).__name__}, an input" if k in entry.changing else repr(x)
+            )
         entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
         explaining.say(self, f"a program was compiled: {entry.why}")
 
     def _entries(self) -> list[tuple[Any, Any, Compiled]]:
         """All programs, each with the key of its family and its key in there."""
-        return [(k, sub, e) for k, f in list(self._families.items()) for sub, es in list(f.programs.items()) for e in es]
+        return [
+            (k, sub, e)
+            for k, f in list(self._families.items())
+            for sub, es in list(f.programs.items())
+            for e in es
+        ]
 
     def _limit(self) -> None:
         """Forget the least recently used programs."""
@@ -440,10 +574,13 @@ class Jitted:
         if len(every) > self._most and not self._warned:
             self._warned = True
             warnings.warn(
-                f"jit of {explaining.name_of(self)}: more than max_programs={self._most} programs were compiled, the last because "
-                f"{every[-1][2].why}. Those used least recently are forgotten, and compiled again if they are called. Pass what changes as "
-                f"a tensor, or as a Python number among the arguments; docs/jit.md tells more{at_line()}",
-                RuntimeWarning, stacklevel=2,
+                f"jit of {explaining.name_of(self)}: more than max_programs={self._most} programs "
+                f"were compiled, the last because {every[-1][2].why}. Those used least recently "
+                "are forgotten, and compiled again if they are called. Pass what changes as a "
+                "tensor, or as a Python number among the arguments; docs/jit.md tells "
+                f"more{at_line()}",
+                RuntimeWarning,
+                stacklevel=2,
             )
         for key, sub, entry in every[: max(0, len(every) - self._most)]:
             family = self._families[key]
@@ -476,12 +613,17 @@ class Jitted:
         return self._func(*[a.value if type(a) is Same else a for a in args], **kwargs)
 
     def _donated(self, call: Call, program: Program | None = None) -> tuple[int, ...]:
-        """Which inputs are donated: arguments, and of a program the tensors in objects among them too."""
+        """Which inputs are donated: arguments, and of a program the tensors in objects among them
+        too.
+        """
         if not self._donate:
             return ()
         args, _ = trees.unflatten(call.spec, list(range(len(call.leaves))))
         if (beyond := max(self._donate)) >= len(args):
-            raise ValueError(f"donate: expected positions of the {len(args)} positional arguments, counted from 0, got {beyond}")
+            raise ValueError(
+                f"donate: expected positions of the {len(args)} positional arguments, counted from "
+                f"0, got {beyond}"
+            )
         chosen = {i for n in self._donate for i in trees.flatten(args[n])[0]}
         found = tuple(k for k, i in enumerate(call.where) if i in chosen)
         if program is None or any(isinstance(x, jax.Array) for x in call.arrays):
@@ -490,7 +632,8 @@ class Jitted:
 
     @opaque
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The program for these arguments as JAX lowers it: ``.as_text()``, ``.cost_analysis()``, ``.compile()``.
+        """The program for these arguments as JAX lowers it: ``.as_text()``, ``.cost_analysis()``,
+        ``.compile()``.
 
         Args:
             args, kwargs: as for a call; only shapes, dtypes and static values matter.
@@ -507,7 +650,10 @@ class Jitted:
         call, program = self._staged(args, kwargs)
         with jax.enable_x64(True), compiling.correctly(), having(state, arguments=call.leaves):
             run = jax.jit(forward(program, None), compiler_options=compiling.options())
-            return run.lower([aval(x) for x in (*call.arrays, *[p.get() for p in program.places])], program.any_random())
+            return run.lower(
+                [aval(x) for x in (*call.arrays, *[p.get() for p in program.places])],
+                program.any_random(),
+            )
 
     @opaque
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
@@ -542,11 +688,16 @@ class Jitted:
 
 
 def _unhashable(error: TypeError) -> TypeError:
-    return TypeError(f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a closure or as a tensor")
+    return TypeError(
+        f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a "
+        "closure or as a tensor"
+    )
 
 
 def _mortal(leaves: Sequence[Any]) -> Iterator[Any]:
-    """The arguments that are compared by identity; when one of them is collected, its programs are dropped."""
+    """The arguments that are compared by identity; when one of them is collected, its programs are
+    dropped.
+    """
     for x in leaves:
         x = x.value if type(x) is Same else x
         x = getattr(x, "__self__", x)

@@ -1,7 +1,10 @@
-"""A torch function as one JAX program: it is traced once and compiled by XLA, and its captured tensors are inputs like any other.
+"""A torch function as one JAX program: it is traced once and compiled by XLA, and its captured
+tensors are inputs like any other.
 
-This file traces the function, finds the program's other inputs (captured tensors, seeds), and splits the program's results.
+This file traces the function, finds the program's other inputs (captured tensors, seeds), and
+splits the program's results.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,11 +26,22 @@ from torch.overrides import TorchFunctionMode
 from bridge import blocks, compiling, private
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
-from bridge.boundary.results import Output, conj, inexact, inexact_dtype, is_array, pick, placed, replaced, take_apart
+from bridge.boundary.results import (
+    Output,
+    conj,
+    inexact,
+    inexact_dtype,
+    is_array,
+    pick,
+    placed,
+    replaced,
+    take_apart,
+)
 from bridge.convert import dtypes, tensors, trees
 from bridge.errors import CalledItself, DataDependentError, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit import products
+from bridge.jit.block_calls import rows
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
@@ -35,7 +49,6 @@ from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.guards import Guards
 from bridge.programs.places import GradOf, OfArgument, Place
-from bridge.record.block_calls import rows
 from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
@@ -44,36 +57,45 @@ from bridge.trace.stacks import stack_p, stacked, unstack_p, unstacked
 from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 
-_TRACES = 8  # how often a function is traced to find its captured tensors: those that one trace finds may lead the next to more
+# how often a function is traced to find its captured tensors: those that one trace finds may lead
+# the next to more
+_TRACES = 8
 _ASKED_BY = 32  # how often it is traced to find what it asks for gradients by
 _APART = 3  # after so many traces that a loop was not possible for, all blocks run one by one
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 SEEDS = 8  # how many torch generators a program may draw from, including the default one
 _ANY_SEEDS = np.zeros(SEEDS, np.int64)
-#: At least so many outputs of one shape, each of at most this size, are packed into one array: the stack takes the time of thirty views.
+#: At least so many outputs of one shape, each of at most this size, are packed into one array: the
+#: stack takes the time of thirty views.
 _PACK_FROM, PACK_SIZE = 32, 4096
 
 
 @dataclasses.dataclass(slots=True)
 class Program:
-    """A staged function.  Its inputs are the arguments that are arrays and then the captured tensors; they are numbered together.
+    """A staged function. Its inputs are the arguments that are arrays and then the captured
+    tensors; they are numbered together.
 
     Attributes:
         jaxpr: (inputs, seeds, numbers that torch draws) -> outputs, then written values.
         places: where each call looks for the captured tensors.
         guards: the other conditions under which the program is right.
-        out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and for each leaf its device if it is a tensor.
+        out_spec, static, is_tensor: the output tree, its leaves that are not tensors, and for each
+            leaf its device if it is a tensor.
         count: the number of outputs of the jaxpr, without the written values.
         written: for each written value, the input that it is written to.
         generators: the explicit torch generators that the program draws from, by seed slot.
         draws: whether the program draws a seed from the default generator.
-        strided: the inputs that the function passes to ``as_strided``, which counts from where the memory begins.
+        strided: the inputs that the function passes to ``as_strided``, which counts from where the
+            memory begins.
         types_matter: whether the function may have called ``type``.
         kinds: for each output and written value, whether torch's autograd can go back through it.
-        sources: for each output and written value, the inputs that autograd goes back to, as bits of a number.  ``operands.constant``
-            (no_grad, detach) stops it; a derivative that is always zero does not, because PyTorch's sign(x) requires grad if x does.
-        behind: ``sources``, and the inputs that only rules of autograd.Functions use: a second derivative goes back to them.
-        shared: the outputs that are views and no outputs of the jaxpr, in order: (index, the input or Output that it is a view of, views).
+        sources: for each output and written value, the inputs that autograd goes back to, as bits
+            of a number. ``operands.constant`` (no_grad, detach) stops it; a derivative that is
+            always zero does not, because PyTorch's sign(x) requires grad if x does.
+        behind: ``sources``, and the inputs that only rules of autograd.Functions use: a second
+            derivative goes back to them.
+        shared: the outputs that are views and no outputs of the jaxpr, in order: (index, the input
+            or Output that it is a view of, views).
         drawn: the draws that torch makes before each run.
         numbers: which of these draws are inputs of the jaxpr.
         graded: the places of the tensors whose ``.grad`` it sets.
@@ -104,22 +126,39 @@ class Program:
     changes: Sequence[Change]
 
     def outputs(self, computed: list[Any], inputs: Sequence[Any]) -> list[Any]:
-        """All outputs, from those of the jaxpr; call it when the written values have been written."""
+        """All outputs, from those of the jaxpr; call it when the written values
+        have been written.
+        """
         found = list(computed)
         for i, *_ in self.shared:
             found.insert(i, None)
-        return placed(found, [(i, inputs[of] if isinstance(of, int) else of, views) for i, of, views in self.shared])
+        return placed(
+            found,
+            [(i, inputs[of] if isinstance(of, int) else of, views) for i, of, views in self.shared],
+        )
 
     def interface(self) -> tuple[Any, ...]:
-        """What a caller sees of the program, to be compared with another one's; each captured tensor is given by its place."""
+        """What a caller sees of the program, to be compared with another one's; each captured
+        tensor is given by its place.
+        """
         jaxpr = self.jaxpr.jaxpr
         arguments = range(len(jaxpr.invars) - len(self.places) - 1 - len(self.numbers))
         names = [*arguments, *[p.identity for p in self.places]]
-        shared = [(i, names[of] if isinstance(of, int) else of, views) for i, of, views in self.shared]
+        shared = [
+            (i, names[of] if isinstance(of, int) else of, views) for i, of, views in self.shared
+        ]
         return (
-            [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars], self.out_spec, self.is_tensor, self.count, self.kinds, self.draws,
-            self.generators, self.drawn, [names[i] for i in self.written], shared,
-        )  # fmt: skip
+            [(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars],
+            self.out_spec,
+            self.is_tensor,
+            self.count,
+            self.kinds,
+            self.draws,
+            self.generators,
+            self.drawn,
+            [names[i] for i in self.written],
+            shared,
+        )
 
     def reached(self, inputs: Sequence[int]) -> tuple[int, ...]:
         """Which of these inputs torch's autograd goes back to."""
@@ -127,7 +166,8 @@ class Program:
         return tuple(i for i in inputs if every & 1 << i)
 
     def direct(self, inputs: Sequence[int], given: Sequence[bool]) -> list[bool]:
-        """For each of these inputs, whether the first derivative of a given output goes back to it, and not only a second one.
+        """For each of these inputs, whether the first derivative of a given output goes back to it,
+        and not only a second one.
 
         given: for each output, then for each written value, whether it has a cotangent.
         """
@@ -135,7 +175,9 @@ class Program:
         return [bool(every & 1 << i) for i in inputs]
 
     def kinds_for(self, inputs: Sequence[int]) -> list[bool]:
-        """``kinds`` if only these inputs require grad; a written tensor that requires grad keeps a history."""
+        """``kinds`` if only these inputs require grad; a written tensor that requires grad keeps a
+        history.
+        """
         wanted = sum(1 << i for i in inputs)
         return [k and bool(s & wanted) for k, s in zip(self.kinds, self.sources, strict=True)]
 
@@ -149,7 +191,9 @@ class Program:
         return Packing.of(self.jaxpr.jaxpr, stacks)
 
     def checked(self) -> tuple[Program, Bounds | None]:
-        """The program with its checked operands as its last outputs, and the Bounds that judge their ``ends``; None if it checks none."""
+        """The program with its checked operands as its last outputs, and the Bounds that judge
+        their ``ends``; None if it checks none.
+        """
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
@@ -158,7 +202,9 @@ class Program:
         return self
 
     def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
-        """Evaluate the program on JAX values: outputs, then written values.  random: what ``random`` or ``any_random`` gives."""
+        """Evaluate the program on JAX values: outputs, then written values. random: what ``random``
+        or ``any_random`` gives.
+        """
         seeds, numbers = (_ANY_SEEDS, []) if random is None else random
         return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *inputs, seeds, *numbers)
 
@@ -167,7 +213,9 @@ class Program:
         return bool(self.draws or self.generators or self.drawn)
 
     def random(self, inputs: Sequence[Any]) -> tuple[np.ndarray, list[jax.Array]] | None:
-        """Fresh seeds and numbers for one call, drawn only from the generators that the program uses; None if it uses none."""
+        """Fresh seeds and numbers for one call, drawn only from the generators that the program
+        uses; None if it uses none.
+        """
         if not self.is_random:
             return None
         if state.trying:
@@ -178,18 +226,24 @@ class Program:
             seeds[0] = random_keys.seed_from(None)
         for i, g in enumerate(self.generators, 1):
             seeds[i] = random_keys.seed_from(g)
-        return seeds, tensors.on_one_device([*inputs, *[tensors.to_jax(drawn[k]) for k in self.numbers]])[len(inputs) :]
+        return seeds, tensors.on_one_device(
+            [*inputs, *[tensors.to_jax(drawn[k]) for k in self.numbers]]
+        )[len(inputs) :]
 
     def any_random(self) -> Any:
         """What ``random`` gives, with zeros for the seeds and for the numbers."""
         invars = self.jaxpr.jaxpr.invars
-        numbers = [np.zeros(v.aval.shape, v.aval.dtype) for v in invars[len(invars) - len(self.numbers) :]]
+        numbers = [
+            np.zeros(v.aval.shape, v.aval.dtype) for v in invars[len(invars) - len(self.numbers) :]
+        ]
         return (_ANY_SEEDS, numbers) if self.is_random else None
 
 
-@having(state, jitting=True)  # so that torch.compiler.is_compiling() is true in this thread's traces
+# so that torch.compiler.is_compiling() is true in this thread's traces
+@having(state, jitting=True)
 def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Program:
-    """Trace fn once on the shapes of a call's arguments; donated: those whose memory no output may share.
+    """Trace fn once on the shapes of a call's arguments; donated: those whose memory no output may
+    share.
 
     Raises:
         DataDependentError: the function asks for values.
@@ -202,36 +256,63 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         if attempt < 2:
             found = closure_scan.scan(*roots, deeper=attempt > 0)
             for place, iterator in found.reached(found.iterators):
-                raise CalledItself(f"{place} is a {type(iterator).__name__}, which gives something else each time")
-            candidates = [(t, place) for key, (t, place) in found.tensors.items() if key not in arguments and tensors.crosses(t)]
-        # the scan cannot find the missing tensors: they become inputs too, and the program itself holds them
+                raise CalledItself(
+                    f"{place} is a {type(iterator).__name__}, which gives something else each time"
+                )
+            candidates = [
+                (t, place)
+                for key, (t, place) in found.tensors.items()
+                if key not in arguments and tensors.crosses(t)
+            ]
+        # the scan cannot find the missing tensors: they become inputs too, and the program itself
+        # holds them
         known = {id(t) for t, _ in candidates}
         new = [(t, Place(t, None)) for t in missing if id(t) not in known]
-        given = [(call.leaves[i], OfArgument(None, i)) for i in call.where if isinstance(call.leaves[i], torch.Tensor)]
+        given = [
+            (call.leaves[i], OfArgument(None, i))
+            for i in call.where
+            if isinstance(call.leaves[i], torch.Tensor)
+        ]
         grads = _gradients([*candidates, *new, *given])
         candidates += [(t, place) for t, place in new if id(t) not in grads]
         every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
-        program, missing = _traced(noted(fn, call, found, {id(t): place for t, place in every}), call, every, found, donated)
+        program, missing = _traced(
+            noted(fn, call, found, {id(t): place for t, place in every}),
+            call,
+            every,
+            found,
+            donated,
+        )
         if not missing:
             return program
     shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in missing[:4])
     raise RuntimeError(
-        f"jit: the function uses tensors from outside that are others each time it is traced (shapes {shapes}), so that none can become an "
-        "input of the program; pass them as arguments, or keep them"
+        "jit: the function uses tensors from outside that are others each time it is traced "
+        f"(shapes {shapes}), so that none can become an input of the program; pass them as "
+        "arguments, or keep them"
     )
 
 
-def _gradients(found: Sequence[tuple[torch.Tensor, Place]]) -> dict[int, tuple[torch.Tensor, Place]]:
+def _gradients(
+    found: Sequence[tuple[torch.Tensor, Place]],
+) -> dict[int, tuple[torch.Tensor, Place]]:
     """By id, the ``.grad`` of each of these tensors, with its place."""
-    grads = [(t.grad, GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None]
+    grads = [
+        (t.grad, GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None
+    ]
     return {id(t): (t, place) for t, place in grads if tensors.crosses(t)}
 
 
 def _traced(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
+    fn: Callable[..., Any],
+    call: Call,
+    candidates: list[tuple[torch.Tensor, Place]],
+    found: closure_scan.Found,
     donated: Sequence[int],
 ) -> tuple[Program, list[torch.Tensor]]:
-    """``trace``; what the function asks torch's autograd for gradients by requires grad from its beginning on."""
+    """``trace``; what the function asks torch's autograd for gradients by requires grad from its
+    beginning on.
+    """
     leaves: frozenset[int] = frozenset()
     apart: list[Sequence[torch.nn.Module]] = []  # the blocks of lists that no loop runs through
     for _ in range(_ASKED_BY):
@@ -245,28 +326,50 @@ def _traced(
 
 
 def _with_constants(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
-    donated: Sequence[int], leaves: frozenset[int], apart: Sequence[Sequence[torch.nn.Module]] | None,
+    fn: Callable[..., Any],
+    call: Call,
+    candidates: list[tuple[torch.Tensor, Place]],
+    found: closure_scan.Found,
+    donated: Sequence[int],
+    leaves: frozenset[int],
+    apart: Sequence[Sequence[torch.nn.Module]] | None,
 ) -> tuple[Program, list[torch.Tensor]]:
-    """``trace``; if the function asks for the values of small captured tensors without a derivative, these become constants.
+    """``trace``; if the function asks for the values of small captured tensors without a
+    derivative, these become constants.
 
     Masks and indices alone are tried first: they change more rarely than other tensors do.
 
     apart: the blocks that no loop runs through; None: all.
     """
-    one_by_one = donated or apart is None or len(apart) >= _APART or not all(isinstance(x, torch.Tensor) for x in call.arrays)
-    modules = () if one_by_one else found.modules.values()  # programs without tiers would copy the parameters of a loop
+    one_by_one = (
+        donated
+        or apart is None
+        or len(apart) >= _APART
+        or not all(isinstance(x, torch.Tensor) for x in call.arrays)
+    )
+    # programs without tiers would copy the parameters of a loop
+    modules = () if one_by_one else found.modules.values()
 
     def looped(*args: Any, **kwargs: Any) -> Any:
         with blocks.deep_lists(modules, apart or ()):
             return fn(*args, **kwargs)
 
-    small = [(t, place) for t, place in candidates if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided]
+    small = [
+        (t, place)
+        for t, place in candidates
+        if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided
+    ]
     whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
     refused: DataDependentError | None = None
-    for constant in ([], *([whole] if whole else []), *([small] if len(small) > len(whole) else [])):
+    for constant in (
+        [],
+        *([whole] if whole else []),
+        *([small] if len(small) > len(whole) else []),
+    ):
         try:
-            return trace(looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves)
+            return trace(
+                looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
+            )
         except DataDependentError as error:
             refused = refused or error
     assert refused is not None
@@ -280,15 +383,21 @@ def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def trace(
-    fn: Callable[..., Any], call: Call, candidates: list[tuple[torch.Tensor, Place]], found: closure_scan.Found,
-    donated: Sequence[int] = (), constant: Sequence[tuple[torch.Tensor, Place]] = (), watched: bool = True,
+    fn: Callable[..., Any],
+    call: Call,
+    candidates: list[tuple[torch.Tensor, Place]],
+    found: closure_scan.Found,
+    donated: Sequence[int] = (),
+    constant: Sequence[tuple[torch.Tensor, Place]] = (),
+    watched: bool = True,
     leaves: frozenset[int] = frozenset(),
 ) -> tuple[Program, list[torch.Tensor]]:
-    """(the program, the captured tensors that are no candidates); if there are any of these, the program is of no use.
+    """(the program, the captured tensors that are no candidates); if there are any of these, the
+    program is of no use.
 
-    constant: those of the candidates whose values the program may contain; it then fits as long as they have these values.
-    watched: whether Python of the user's runs, which may change torch's generators.
-    leaves: see ``Level.leaves``.
+    constant: those of the candidates whose values the program may contain; it then fits as long as
+    they have these values. watched: whether Python of the user's runs, which may change torch's
+    generators. leaves: see ``Level.leaves``.
     """
     constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
     candidates = [(t, place) for t, place in candidates if id(t) not in constants]
@@ -316,14 +425,22 @@ def trace(
                     generators.setdefault(which, generator)
                     slot = 1 + list(generators).index(which)
                     if slot >= SEEDS:
-                        raise RuntimeError(f"generator: a compiled function can draw from at most {SEEDS - 1} generators of its own")
+                        raise RuntimeError(
+                            f"generator: a compiled function can draw from at most {SEEDS - 1} "
+                            "generators of its own"
+                        )
                 meets(generator)
-                return jax.random.key(seeds[slot])  # not kept: it may belong to an inner trace of JAX's, as that of jet
+                # not kept: it may belong to an inner trace of JAX's, as that of jet
+                return jax.random.key(seeds[slot])
 
             root.seeds = key_of
             if by_torch() and not any(isinstance(x, jax.Array) for x in call.arrays):
                 info["drawn"] = root.drawn = AtEachCall(seeds, meets)
-            with contextlib.nullcontext() if watch is None else watch.watching(), push("plain") as level, _ValuesFromOutside():
+            with (
+                contextlib.nullcontext() if watch is None else watch.watching(),
+                push("plain") as level,
+                _ValuesFromOutside(),
+            ):
                 result = traceable.run(level, arguments, take_apart)
             met = dict(root.captured)
             info.update(read=root.read, graded=root.graded, changes=root.changes)
@@ -337,31 +454,59 @@ def trace(
             outputs = result.values[: len(result.values) - len(result.written)]
             values = [v for i, v in enumerate(outputs) if i not in elsewhere]
             of_node = {node: t for t, node in met.values()}
-            written = [(t if isinstance(t, int) else of_node.get(t), result.values[i], alone) for t, i, alone in result.written]
-            # what is donated must not be used after the call, so that a result need not be written to it too
+            written = [
+                (t if isinstance(t, int) else of_node.get(t), result.values[i], alone)
+                for t, i, alone in result.written
+            ]
+            # what is donated must not be used after the call, so that a result need not be written
+            # to it too
             returned = {id(v) for v in values}
-            written = [x for x in written if x[0] is not None and not (x[0] in donated and id(x[1]) in returned)]
+            written = [
+                x
+                for x in written
+                if x[0] is not None and not (x[0] in donated and id(x[1]) in returned)
+            ]
             info.update(
-                meta=result.meta, count=len(values), written=[t for t, *_ in written], shared=shared, met=met,
-                kinds=[inexact(v) for v in values] + [inexact(v) and not alone for _, v, alone in written],
+                meta=result.meta,
+                count=len(values),
+                written=[t for t, *_ in written],
+                shared=shared,
+                met=met,
+                kinds=[inexact(v) for v in values]
+                + [inexact(v) and not alone for _, v, alone in written],
             )
             return values + [v for _, v, _ in written]
 
     folded = max(state.folded, _ASKED) if constant else state.folded
-    with having(state, folded=folded), jax.enable_x64(True), compiling.correctly(), meshes.on_auto_axes():
+    with (
+        having(state, folded=folded),
+        jax.enable_x64(True),
+        compiling.correctly(),
+        meshes.on_auto_axes(),
+    ):
         avals = [aval(x) for x in call.arrays]
-        closed = jax.make_jaxpr(staged)(avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64))
+        closed = jax.make_jaxpr(staged)(
+            avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64)
+        )
     if any(id(t) in constants for t in [*info["written"], *[of for _, of, _ in info["shared"]]]):
-        raise DataDependentError("a captured tensor whose values the function asks for is written to, or returned")
+        raise DataDependentError(
+            "a captured tensor whose values the function asks for is written to, or returned"
+        )
     spec, static, is_tensor = info["meta"]
     drawn = info.get("drawn")
-    jaxpr, numbers, by_value = (closed.jaxpr, [], []) if drawn is None else drawn.as_inputs(closed.jaxpr)
+    jaxpr, numbers, by_value = (
+        (closed.jaxpr, [], []) if drawn is None else drawn.as_inputs(closed.jaxpr)
+    )
     met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates} | constants.keys()
     used = [k for k, (t, _) in enumerate(candidates) if id(t) in met]
     missing = [t for key, (t, _) in met.items() if key not in known]
     order = {id(t): i for i, t in enumerate([*[candidates[k][0] for k in used], *missing], first)}
     jaxpr = jaxpr.replace(
-        invars=[*jaxpr.invars[:first], *[jaxpr.invars[first + k] for k in used], *jaxpr.invars[first + len(candidates) :]],
+        invars=[
+            *jaxpr.invars[:first],
+            *[jaxpr.invars[first + k] for k in used],
+            *jaxpr.invars[first + len(candidates) :],
+        ],
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
     for draw, operands in by_value:
@@ -369,27 +514,54 @@ def trace(
     jaxpr = simplified(jaxpr)
     written = [t if isinstance(t, int) else order[id(t)] for t in info["written"]]
     strided = [k for k, g in enumerate(traceable.geometries) if g.asked]
-    strided += [order[key] for key, (_, node) in met.items() if key in order and node.geometry is not None and node.geometry.asked]
+    strided += [
+        order[key]
+        for key, (_, node) in met.items()
+        if key in order and node.geometry is not None and node.geometry.asked
+    ]
     bits = [1 << i for i in range(len(jaxpr.invars))]
     targets = [0] * info["count"] + [1 << i for i in written]
-    sources, behind = ([s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)] for rules in (False, True))
+    sources, behind = (
+        [s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)]
+        for rules in (False, True)
+    )
     asked = [(t, place) for t, place in constant if id(t) in met]
     places = [candidates[k][1] for k in used]
     program = Program(
-        closed.replace(jaxpr=jaxpr), places, Guards(found, asked, info["read"]), spec, static, is_tensor, info["count"], written,
-        [*generators.values()], info.get("draws", False), strided, found.names("type"), info["kinds"], sources, behind,
-        [(i, order[id(of)] if isinstance(of, torch.Tensor) else of, views) for i, of, views in info["shared"]],
-        [] if drawn is None else drawn.draws, numbers, info["graded"],
-        any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]), info["changes"],
+        closed.replace(jaxpr=jaxpr),
+        places,
+        Guards(found, asked, info["read"]),
+        spec,
+        static,
+        is_tensor,
+        info["count"],
+        written,
+        [*generators.values()],
+        info.get("draws", False),
+        strided,
+        found.names("type"),
+        info["kinds"],
+        sources,
+        behind,
+        [
+            (i, order[id(of)] if isinstance(of, torch.Tensor) else of, views)
+            for i, of, views in info["shared"]
+        ],
+        [] if drawn is None else drawn.draws,
+        numbers,
+        info["graded"],
+        any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
+        info["changes"],
     )
     return program, missing
 
 
 class _ValuesFromOutside(TorchFunctionMode):
-    """Refuses functions that read a tensor from outside without an operator, because the program would keep its values for ever.
+    """Refuses functions that read a tensor from outside without an operator, because the program
+    would keep its values for ever.
 
-    A tensor of one number that is an input is made of the input.  In other Python data such numbers are replaced by their values, because
-    PyTorch's C++ keeps 32 bits of an input alone.
+    A tensor of one number that is an input is made of the input. In other Python data such numbers
+    are replaced by their values, because PyTorch's C++ keeps 32 bits of an input alone.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -403,26 +575,44 @@ class _ValuesFromOutside(TorchFunctionMode):
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
         if (
-            func in _AS_NUMBER and type(args[0]) is not tracing.Traced and args[0].numel() == 1
-            and id(args[0]) not in state.level.root.constant and not (func == torch.Tensor.__index__ and args[0].is_floating_point())
+            func in _AS_NUMBER
+            and type(args[0]) is not tracing.Traced
+            and args[0].numel() == 1
+            and id(args[0]) not in state.level.root.constant
+            and not (func == torch.Tensor.__index__ and args[0].is_floating_point())
         ):  # torch.Tensor([x]) asks where no dispatch mode is called
             raise tracing.unknown_value("item()")
         if func in _BY_RULE and not any(issubclass(kind, tracing.Traced) for kind in types):
             return tracing.PYTHON_RULES[func](func, *args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and python_numbers.is_input(args[0]):
-            dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and len(args) == 1
+            and python_numbers.is_input(args[0])
+        ):
+            dtype = (
+                torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else torch.int64
+            )
             return torch.full((), args[0], **{"dtype": dtype, **(kwargs or {})})
         if func in _OF_DATA:
-            args, kwargs = [self._with_values(x) for x in args], {name: self._with_values(x) for name, x in (kwargs or {}).items()}
+            args, kwargs = (
+                [self._with_values(x) for x in args],
+                {name: self._with_values(x) for name, x in (kwargs or {}).items()},
+            )
         return func(*args, **(kwargs or {}))
 
     def _with_values(self, x: Any) -> Any:
-        """An argument of a function of Python data, with the values of inputs, and of tensors from outside in lists, in their place."""
+        """An argument of a function of Python data, with the values of inputs, and of tensors from
+        outside in lists, in their place.
+        """
         if isinstance(x, list | tuple):
-            return type(x)([
-                self._read(torch.Tensor.item, (e,), {}) if isinstance(e, torch.Tensor) and type(e) is not tracing.Traced
-                else self._with_values(e) for e in x
-            ])  # fmt: skip
+            return type(x)(
+                [
+                    self._read(torch.Tensor.item, (e,), {})
+                    if isinstance(e, torch.Tensor) and type(e) is not tracing.Traced
+                    else self._with_values(e)
+                    for e in x
+                ]
+            )
         return x.node.asked() if python_numbers.is_input(x) else x
 
     @staticmethod
@@ -433,20 +623,39 @@ class _ValuesFromOutside(TorchFunctionMode):
 
 
 _GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")]
-#: Functions that read the values of a tensor from outside, or call CUDA's own kernels, if no operand is traced; their rules do not.
-_BY_RULE = frozenset([
-    torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.narrow, torch.Tensor.narrow, torch.select, torch.Tensor.select, F.one_hot,
-    F.scaled_dot_product_attention, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu, torch._VF.lstm_cell,
-    torch._VF.gru_cell,
-])  # fmt: skip
-_AS_NUMBER = frozenset([torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__, torch.Tensor.__index__])
-_OF_DATA = frozenset([torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new])
+#: Functions that read the values of a tensor from outside, or call CUDA's own kernels, if no
+#: operand is traced; their rules do not.
+_BY_RULE = frozenset(
+    [
+        torch.Tensor.__getitem__,
+        torch.Tensor.__setitem__,
+        torch.narrow,
+        torch.Tensor.narrow,
+        torch.select,
+        torch.Tensor.select,
+        F.one_hot,
+        F.scaled_dot_product_attention,
+        torch._VF.lstm,
+        torch._VF.gru,
+        torch._VF.rnn_tanh,
+        torch._VF.rnn_relu,
+        torch._VF.lstm_cell,
+        torch._VF.gru_cell,
+    ]
+)
+_AS_NUMBER = frozenset(
+    [torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__, torch.Tensor.__index__]
+)
+_OF_DATA = frozenset(
+    [torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new]
+)
 
 
-# -- outputs: those of one shape, or of one stack, are packed together --------------------------------------------------------------
+# -- outputs: those of one shape, or of one stack, are packed together -----------------------------
 @dataclasses.dataclass(slots=True)
 class Packing:
-    """The results that are stacked into one array before their conversion to torch, and those that are not.
+    """The results that are stacked into one array before their conversion to torch, and those that
+    are not.
 
     Attributes:
         groups: the results that are stacked.
@@ -469,21 +678,33 @@ class Packing:
                 by_shape.setdefault((a.shape, a.dtype), []).append(i)
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
         done.update(i for g in groups for i in g)
-        return cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks) if stacks or groups else None
+        return (
+            cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks)
+            if stacks or groups
+            else None
+        )
 
     def unpacking(self) -> Packing:
         """The same for ``unpack`` alone: without variables of a jaxpr, which cannot be pickled."""
         return dataclasses.replace(self, stacks=dict(enumerate(self.stacks.values())))
 
     def pack(self, values: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in self.singles] + [jnp.stack([values[i] for i in g]) for g in self.groups] + [*stacks]
+        return (
+            [values[i] for i in self.singles]
+            + [jnp.stack([values[i] for i in g]) for g in self.groups]
+            + [*stacks]
+        )
 
-    def unpack(self, arrays: Sequence[Any], device: torch.device | None, count: int) -> list[torch.Tensor]:
+    def unpack(
+        self, arrays: Sequence[Any], device: torch.device | None, count: int
+    ) -> list[torch.Tensor]:
         """The results as separate tensors; the caller waits for the arrays."""
         out: list[Any] = [None] * count
         for i, a in zip(self.singles, arrays, strict=False):
             out[i] = tensors.to_torch(a, device, wait=False)
-        for g, a in zip([*self.groups, *self.stacks.values()], arrays[len(self.singles) :], strict=True):
+        for g, a in zip(
+            [*self.groups, *self.stacks.values()], arrays[len(self.singles) :], strict=True
+        ):
             for i, t in zip(g, tensors.to_torch(a, device, wait=False).unbind(0), strict=True):
                 out[i] = t
         return out
@@ -497,19 +718,25 @@ def _stacks(jaxpr: Jaxpr) -> dict[Any, list[int]]:
             places.setdefault(v, []).append(i)
     apart = [eqn for eqn in jaxpr.eqns if eqn.primitive is unstack_p]
     return {
-        eqn.invars[0]: [places[v][0] for v in eqn.outvars] for eqn in apart if all(len(places.get(v, ())) == 1 for v in eqn.outvars)
+        eqn.invars[0]: [places[v][0] for v in eqn.outvars]
+        for eqn in apart
+        if all(len(places.get(v, ())) == 1 for v in eqn.outvars)
     }
 
 
 def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any]]:
-    """The program as a function to be jitted; an output that is an input is copied, so that no result shares an input's memory.
+    """The program as a function to be jitted; an output that is an input is copied, so that no
+    result shares an input's memory.
 
     The ``ends`` of the checked operands come last.
     """
     ordered = products.in_order(program.jaxpr.jaxpr)
     count, last = len(program.sources), len(ordered.outvars)
     if packing is not None:
-        ordered = ordered.replace(outvars=[*ordered.outvars, *packing.stacks], debug_info=ordered.debug_info.with_unknown_names())
+        ordered = ordered.replace(
+            outvars=[*ordered.outvars, *packing.stacks],
+            debug_info=ordered.debug_info.with_unknown_names(),
+        )
     ordered = products.rearranged(ordered, products.on_cpu())
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=ordered))
     seen = set(map(id, program.jaxpr.jaxpr.invars))
@@ -521,7 +748,9 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
     def run(inputs: Sequence[Any], random: Any) -> list[Any]:
         values = program.run(inputs, random)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
-        return (results if packing is None else packing.pack(results, values[last:])) + ends(values[count:last])
+        return (results if packing is None else packing.pack(results, values[last:])) + ends(
+            values[count:last]
+        )
 
     return run
 
@@ -540,7 +769,9 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
     def run(inputs: Sequence[Any], random: Any) -> Any:
         def pure(diff: list[Any]) -> tuple[list[Any], list[Any]]:
             values = program.run(replaced(inputs, active, diff), random)
-            return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(values[count:])
+            return pick(values[:count], kinds), pick(values[:count], [not k for k in kinds]) + ends(
+                values[count:]
+            )
 
         outs, pull, rest = varying.vjp(pure, [inputs[i] for i in active], has_aux=True)
         return outs, rest, pull
@@ -550,17 +781,23 @@ def differentiated(program: Program, active: Sequence[int]) -> Callable[..., Any
 
 def in_two(
     program: Program, active: Sequence[int]
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[jax.stages.Traced], tuple[tuple[Any, Any], list[int]]]]:
-    """``differentiated`` and ``pull_back`` as two functions that exchange only the arrays that the pullback holds.
+) -> tuple[
+    Callable[..., Any],
+    Callable[..., Any],
+    Callable[[jax.stages.Traced], tuple[tuple[Any, Any], list[int]]],
+]:
+    """``differentiated`` and ``pull_back`` as two functions that exchange only the arrays that the
+    pullback holds.
 
-    The third result takes the first one's trace; it gives the shapes and dtypes that the second one takes, and says which of the program's
-    inputs the pullback holds, perhaps in another shape.
+    The third result takes the first one's trace; it gives the shapes and dtypes that the second one
+    takes, and says which of the program's inputs the pullback holds, perhaps in another shape.
     """
     jaxpr = program.whole().jaxpr.jaxpr
     both = products.rearranging(differentiated(program, active), jaxpr)
     pull = products.rearranging(pull_back, jaxpr)
     tree: list[Any] = []
-    split: list[bool] = []  # of what the pullback holds: whether it is a value for each block, and the parts are exchanged
+    # of what the pullback holds: whether it is a value for each block, and the parts are exchanged
+    split: list[bool] = []
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
         if not program.stacks:
@@ -569,11 +806,20 @@ def in_two(
             return outs, rest, held
         closed, shapes = jax.make_jaxpr(both, return_shape=True)(inputs, random)
         each = rows(closed.jaxpr)[0]
-        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random)))
+        values = jax.core.eval_jaxpr(
+            closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random))
+        )
         outs, rest, pullback = jax.tree.unflatten(jax.tree.structure(shapes), values)
         held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
-        split[:] = [not isinstance(v, Literal) and v in each for v in closed.jaxpr.outvars[len(values) - len(held) :]]
-        return outs, rest, [unstacked(v) if apart else v for v, apart in zip(held, split, strict=True)]
+        split[:] = [
+            not isinstance(v, Literal) and v in each
+            for v in closed.jaxpr.outvars[len(values) - len(held) :]
+        ]
+        return (
+            outs,
+            rest,
+            [unstacked(v) if apart else v for v, apart in zip(held, split, strict=True)],
+        )
 
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         if split:
@@ -583,9 +829,13 @@ def in_two(
     def passed(traced: jax.stages.Traced) -> tuple[tuple[Any, Any], list[int]]:
         outs, _, held = traced.out_info
         whole = traced.jaxpr.jaxpr
-        given = range(len(whole.invars) - 1 - len(program.numbers) if program.is_random else len(whole.invars))
+        given = range(
+            len(whole.invars) - 1 - len(program.numbers) if program.is_random else len(whole.invars)
+        )
         found = moved(whole, [*given, *[None] * (len(whole.invars) - len(given))])
-        return (held, outs), sorted({k for k in found[len(found) - len(jax.tree.leaves(held)) :] if k is not None})
+        return (held, outs), sorted(
+            {k for k in found[len(found) - len(jax.tree.leaves(held)) :] if k is not None}
+        )
 
     return run, back, passed
 
@@ -593,15 +843,22 @@ def in_two(
 def backward_pass(program: Program, active: Sequence[int]) -> Program:
     """The backward pass of a program as a program, whose own backward pass is one again.
 
-    It takes the program's inputs, its seeds and its random numbers, and then cotangents of the outputs that require grad; it gives the
-    gradients of the active inputs.
+    It takes the program's inputs, its seeds and its random numbers, and then cotangents of the
+    outputs that require grad; it gives the gradients of the active inputs.
     """
     program = program.whole()
-    run, kinds, jaxpr = differentiated(program, active), program.kinds_for(active), program.jaxpr.jaxpr
+    run, kinds, jaxpr = (
+        differentiated(program, active),
+        program.kinds_for(active),
+        program.jaxpr.jaxpr,
+    )
     first, last = len(jaxpr.invars) - 1 - len(program.numbers), len(jaxpr.invars)
 
     def gradients(*values: Any) -> list[Any]:
-        _, _, pull = run(values[:first], (values[first], list(values[first + 1 : last])) if program.is_random else None)
+        _, _, pull = run(
+            values[:first],
+            (values[first], list(values[first + 1 : last])) if program.is_random else None,
+        )
         return pull_back(pull, values[last:-1])
 
     taken = [*jaxpr.invars, *pick(jaxpr.outvars[: len(kinds)], kinds)]
@@ -609,12 +866,32 @@ def backward_pass(program: Program, active: Sequence[int]) -> Program:
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in taken]
         closed = jax.make_jaxpr(gradients)(*avals, jax.ShapeDtypeStruct((SEEDS,), np.int64))
     closed = closed.replace(jaxpr=simplified(closed.jaxpr))
-    read = flow(closed.jaxpr, [1 << i for i in range(len(closed.jaxpr.invars))], True)  # relu's gradient reads the sign of its input
+    # relu's gradient reads the sign of its input
+    read = flow(closed.jaxpr, [1 << i for i in range(len(closed.jaxpr.invars))], True)
     count = len(active)
     return Program(
-        closed, [], Guards(closure_scan.Found()), trees.flatten([None] * count)[1], [None] * count, [torch.device("cpu")] * count, count,
-        [], [], False, [], False, [True] * count, read, read, [], [], [], [], False, (),
-    )  # fmt: skip
+        closed,
+        [],
+        Guards(closure_scan.Found()),
+        trees.flatten([None] * count)[1],
+        [None] * count,
+        [torch.device("cpu")] * count,
+        count,
+        [],
+        [],
+        False,
+        [],
+        False,
+        [True] * count,
+        read,
+        read,
+        [],
+        [],
+        [],
+        [],
+        False,
+        (),
+    )
 
 
 def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list[jax.Array]:
@@ -623,24 +900,39 @@ def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list
     return [conj(g) for g in grads]
 
 
-def pull_back_packed(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> dict[tuple[int, ...], jax.Array]:
-    """``pull_back`` to be jitted: by the places of some of its results, an array of these results; ``unpacked`` takes it apart."""
+def pull_back_packed(
+    pull: Callable[..., Any], cotangents: Sequence[jax.Array]
+) -> dict[tuple[int, ...], jax.Array]:
+    """``pull_back`` to be jitted: by the places of some of its results, an array of these results;
+    ``unpacked`` takes it apart.
+    """
     closed = jax.make_jaxpr(pull_back)(pull, cotangents)
     stacks = _stacks(closed.jaxpr)
     done = {i for places in stacks.values() for i in places}
     singles = [i for i in range(len(closed.jaxpr.outvars)) if i not in done]
     wanted = closed.jaxpr.replace(
-        outvars=[*[closed.jaxpr.outvars[i] for i in singles], *stacks], debug_info=closed.jaxpr.debug_info.with_unknown_names()
+        outvars=[*[closed.jaxpr.outvars[i] for i in singles], *stacks],
+        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
     )
-    outs = jax.core.eval_jaxpr(wanted, closed.consts, *jax.tree_util.tree_leaves((pull, cotangents)))
+    outs = jax.core.eval_jaxpr(
+        wanted, closed.consts, *jax.tree_util.tree_leaves((pull, cotangents))
+    )
     return dict(zip([*[(i,) for i in singles], *map(tuple, stacks.values())], outs, strict=True))
 
 
 def unpacked(
-    found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array], needed: Sequence[bool], device: torch.device
+    found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array],
+    needed: Sequence[bool],
+    device: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places; device: where they are."""
-    every = found.items() if isinstance(found, Mapping) else [((i,), array) for i, array in enumerate(found)]
+    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places;
+    device: where they are.
+    """
+    every = (
+        found.items()
+        if isinstance(found, Mapping)
+        else [((i,), array) for i, array in enumerate(found)]
+    )
     wanted = [(places, array) for places, array in every if any(needed[i] for i in places)]
     if device.type == "cpu":
         for _, array in wanted:

@@ -1,4 +1,7 @@
-"""Lowerings, one ATen operator each, a folder per family.  Importing this package fills the registry."""
+"""Lowerings, one ATen operator each, a folder per family. Importing this package fills the
+registry.
+"""
+
 import importlib
 import pkgutil
 

@@ -1,1 +1,3 @@
-"""What is done with each ATen operator: views, in-place writes, decompositions, refused dtypes, special cases."""
+"""What is done with each ATen operator: views, in-place writes, decompositions, refused dtypes,
+special cases.
+"""

@@ -1,8 +1,11 @@
-"""Operators on objects that are not tensors: the profiler's marks and the collectives of a process group.
+"""Operators on objects that are not tensors: the profiler's marks and the collectives of a process
+group.
 
-A mark computes nothing, so PyTorch runs it itself.  A collective in a group of one process leaves its tensors as they are.  In a larger
-group it is refused, because a traced tensor has no memory to send.
+A mark computes nothing, so PyTorch runs it itself. A collective in a group of one process leaves
+its tensors as they are. In a larger group it is refused, because a traced tensor has no memory to
+send.
 """
+
 from __future__ import annotations
 
 import functools
@@ -41,7 +44,8 @@ _lock = threading.Lock()
 
 
 def _local_forward(module: torch.nn.parallel.DistributedDataParallel, entered: bool) -> None:
-    """Make DistributedDataParallel call only the module that it wraps, from the mark that opens its forward to the mark that closes it.
+    """Make DistributedDataParallel call only the module that it wraps, from the mark that opens its
+    forward to the mark that closes it.
 
     Its buckets and hooks belong to torch's own backward.
     """
@@ -68,6 +72,7 @@ def _collective(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 def _several(what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{what}: expected a process group of one process inside a transform, got several; a traced tensor cannot be sent to another "
-        f"process. Call the module that is wrapped (.module), and average the gradients after the transform{at_line()}"
+        f"{what}: expected a process group of one process inside a transform, got several; a "
+        "traced tensor cannot be sent to another process. Call the module that is wrapped "
+        f"(.module), and average the gradients after the transform{at_line()}"
     )

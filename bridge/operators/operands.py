@@ -1,4 +1,7 @@
-"""Arguments and results of every operator: traced tensors become values, results are wrapped, and no_grad is obeyed."""
+"""Arguments and results of every operator: traced tensors become values, results are wrapped, and
+no_grad is obeyed.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +40,9 @@ def value_in(x: Any) -> Any:
 
 
 def note_use(args: Sequence[Any]) -> None:
-    """Note that a derivative goes back to these arguments, some of them lists of tensors: a hook that is registered later would miss it."""
+    """Note that a derivative goes back to these arguments, some of them lists of tensors: a hook
+    that is registered later would miss it.
+    """
     for x in args:
         kind = type(x)
         if kind is Traced:
@@ -53,8 +58,16 @@ def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
     return tensors.common_device([x[0] if type(x) is list and x else x for x in args]) or _CPU
 
 
-def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any = None, lying: Iterator[Any] | None = None) -> Any:
-    """The results as traced tensors; lanes: see ``Node``; lying: the results' strides inside vmap, see ``laid_out``."""
+def wrap_all(
+    out: Any,
+    device: torch.device,
+    layout: Layout = PLAIN,
+    lanes: Any = None,
+    lying: Iterator[Any] | None = None,
+) -> Any:
+    """The results as traced tensors; lanes: see ``Node``; lying: the results' strides inside vmap,
+    see ``laid_out``.
+    """
     if isinstance(out, tuple | list):
         made = [wrap_all(x, device, layout, lanes, lying) for x in out]
         return type(out)(made) if type(out) in (tuple, list) else tuple(made)
@@ -65,7 +78,9 @@ def wrap_all(out: Any, device: torch.device, layout: Layout = PLAIN, lanes: Any 
     t = wrap(out, device, strides=strides)
     if layout is not PLAIN or lying is not None:
         dense = strides is None or span(out.shape, strides) == out.size
-        t.node.geometry = Geometry(out.shape, strides or contiguous(out.shape), dense, None, between, places, known)
+        t.node.geometry = Geometry(
+            out.shape, strides or contiguous(out.shape), dense, None, between, places, known
+        )
     t.node.lanes = lanes
     return t
 
@@ -74,7 +89,8 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
     """The plan of an operator that writes nothing and returns no view."""
     lower, no_grad = row.lowering, row.no_grad_outputs
     backward = "_backward" in func._schema.name
-    checks_only = not func._schema.returns and not func._schema.is_mutable  # it reads values, which a compiled piece does not have
+    # it reads values, which a compiled piece does not have
+    checks_only = not func._schema.returns and not func._schema.is_mutable
 
     def run_pure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = [value_in(x) for x in args]
@@ -89,7 +105,11 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
                 found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
             raise found from error
         if no_grad:
-            out = constant(out) if isinstance(out, jax.Array) else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
+            out = (
+                constant(out)
+                if isinstance(out, jax.Array)
+                else type(out)(constant(v) if i in no_grad else v for i, v in enumerate(out))
+            )
         if not torch.is_grad_enabled():
             out = stop(out)
         else:
@@ -102,42 +122,64 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         if not private.forward_mode_enabled():
             out = stop_tangents(out)
         device = device_of(args, kwargs)
-        lanes, lying = (None, None) if innermost("vmap") is None else torch_numbers.laid_out(func, args, kwargs, out)
+        lanes, lying = (
+            (None, None)
+            if innermost("vmap") is None
+            else torch_numbers.laid_out(func, args, kwargs, out)
+        )
         return wrap_all(out, device, PLAIN if lying else _layout(func, args, kwargs), lanes, lying)
 
     return run_pure
 
 
 def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
-    """How PyTorch's results lie in memory.  Whether a later ``.view`` is possible depends on it, and what ``as_strided`` means.
+    """How PyTorch's results lie in memory. Whether a later ``.view`` is possible depends on it, and
+    what ``as_strided`` means.
 
-    Only elementwise operators and copies are asked for: the first other one on the device meta, addmm for example, makes PyTorch import
-    800 modules, which takes longer than to compile a program.
+    Only elementwise operators and copies are asked for: the first other one on the device meta,
+    addmm for example, makes PyTorch import 800 modules, which takes longer than to compile a
+    program.
     """
     name = func._schema.name
     if name in _MOVED:
         return None, False
     chosen = name in _OF_STRIDES or kwargs.get("memory_format") in _FORMATS
-    if not chosen and (name in _CONTIGUOUS or kwargs.get("memory_format") is torch.contiguous_format or not _moved(args)):
+    if not chosen and (
+        name in _CONTIGUOUS
+        or kwargs.get("memory_format") is torch.contiguous_format
+        or not _moved(args)
+    ):
         return PLAIN
-    if name in _STRIDES_OF_THE_FIRST and all(step or n < 2 for n, step in zip(args[0].shape, args[0].stride(), strict=True)):
+    if name in _STRIDES_OF_THE_FIRST and all(
+        step or n < 2 for n, step in zip(args[0].shape, args[0].stride(), strict=True)
+    ):
         kept = name not in _CONTIGUOUS_IN_VMAP or innermost("vmap") is None
         return strides_of(args[0]) if kept else None, not _unknown(args[0])
     like_first = name in _LIKE_THE_FIRST or name in _STRIDES_OF_THE_FIRST
-    if not (chosen or like_first or torch.Tag.pointwise in func.tags or name in _COPIES):  # others do not keep the operands' memory order
+    # others do not keep the operands' memory order
+    if not (chosen or like_first or torch.Tag.pointwise in func.tags or name in _COPIES):
         return None, False
     try:
-        like = on_meta(torch.ops.aten.empty_like.default, args[:1], {}) if like_first else on_meta(func, args, kwargs)
+        like = (
+            on_meta(torch.ops.aten.empty_like.default, args[:1], {})
+            if like_first
+            else on_meta(func, args, kwargs)
+        )
     except Exception:  # the operator has no kernel for the device meta
         if chosen:  # it refuses the strides or the memory format
             raise
         return None, False
     if not isinstance(like, torch.Tensor):
         return None, False
-    # of operands that lie differently in memory, the kernel for the device meta does not always know what the CPU's gives
+    # of operands that lie differently in memory, the kernel for the device meta does not always
+    # know what the CPU's gives
     lies = like.shape, like.stride()
     known = chosen or (like_first and not _unknown(args[0]))
-    known = known or all(not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x)) for x in args if isinstance(x, torch.Tensor))
+    known = known or all(
+        not x.dim() or ((x.shape, x.stride()) == lies and not _unknown(x))
+        for x in args
+        if isinstance(x, torch.Tensor)
+    )
     return strides_of(like), known
 
 
@@ -154,13 +196,19 @@ def _moved(x: Any) -> bool:
 
 
 def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
-    """The plan of a random operator whose numbers depend on no tensor's values; otherwise: the plan for where torch does not draw them."""
+    """The plan of a random operator whose numbers depend on no tensor's values; otherwise: the plan
+    for where torch does not draw them.
+    """
     name = str(func)
 
     def run_drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_of(args, kwargs)
         value = torch_numbers.numbers(name, args, kwargs, device)
-        return otherwise(args, kwargs) if value is None else wrap_all(value, device, _layout(func, args, kwargs))
+        return (
+            otherwise(args, kwargs)
+            if value is None
+            else wrap_all(value, device, _layout(func, args, kwargs))
+        )
 
     return run_drawn
 
@@ -180,35 +228,44 @@ def _named(names: str) -> frozenset[str]:
 
 
 #: Operators that keep the memory order of their first operand, besides the elementwise ones.
-_COPIES = _named("clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
+_COPIES = _named(
+    "clone _to_copy empty_like full_like ones_like rand_like randint_like randn_like zeros_like"
+)
 #: Other operators whose results keep the memory order of the first operand.
 _LIKE_THE_FIRST = _named("flip index_fill index_put _prelu_kernel")
-#: Operators whose results have the strides of the first operand, also those that leave gaps in memory.
+#: Operators whose results have the strides of the first operand, also those that leave gaps in
+#: memory.
 _STRIDES_OF_THE_FIRST = _named("slice_scatter select_scatter diagonal_scatter as_strided_scatter")
-_CONTIGUOUS_IN_VMAP = _named("slice_scatter select_scatter")  # of these, those that have a rule of their own in PyTorch's vmap
+# of these, those that have a rule of their own in PyTorch's vmap
+_CONTIGUOUS_IN_VMAP = _named("slice_scatter select_scatter")
 #: Operators whose results are contiguous even if an operand is not.
 _CONTIGUOUS = _named(
-    "_cdist_forward _log_softmax _safe_softmax _softmax _trilinear addbmm addmm addmv all amax amin aminmax any argmax argmin baddbmm "
-    "block_diag bmm bucketize count_nonzero cummax cummin cumprod cumsum diag_embed diagonal_copy dot embedding expand_copy gather "
-    "index_add index_copy index_reduce index_select kthvalue linalg_cross linalg_matrix_exp linalg_vector_norm logcumsumexp logsumexp "
-    "max mean median min mm mode multinomial mv nanmedian nansum native_layer_norm nll_loss2d_forward norm permute_copy "
-    "pixel_unshuffle prod reflection_pad1d renorm repeat replication_pad1d roll scatter scatter_add scatter_reduce "
-    "split_with_sizes_copy squeeze_copy std std_mean sum topk transpose_copy tril triu unfold_copy unsqueeze_copy var var_mean "
-    "view_copy"
+    "_cdist_forward _log_softmax _safe_softmax _softmax _trilinear addbmm addmm addmv all amax "
+    "amin aminmax any argmax argmin baddbmm block_diag bmm bucketize count_nonzero cummax cummin "
+    "cumprod cumsum diag_embed diagonal_copy dot embedding expand_copy gather index_add index_copy "
+    "index_reduce index_select kthvalue linalg_cross linalg_matrix_exp linalg_vector_norm "
+    "logcumsumexp logsumexp max mean median min mm mode multinomial mv nanmedian nansum "
+    "native_layer_norm nll_loss2d_forward norm permute_copy pixel_unshuffle prod reflection_pad1d "
+    "renorm repeat replication_pad1d roll scatter scatter_add scatter_reduce split_with_sizes_copy "
+    "squeeze_copy std std_mean sum topk transpose_copy tril triu unfold_copy unsqueeze_copy var "
+    "var_mean view_copy"
 )
 #: Operators whose results need not be contiguous although all operands are.
 _MOVED = _named(
-    "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
-    "cholesky_solve empty_permuted geqrf linalg_cholesky_ex linalg_eig linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex "
-    "linalg_lstsq linalg_lu_factor_ex linalg_qr linalg_solve_triangular nonzero rot90 triangular_solve unsafe_split "
-    "_scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention"
+    "_fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex "
+    "_linalg_svd cholesky cholesky_inverse cholesky_solve empty_permuted geqrf linalg_cholesky_ex "
+    "linalg_eig linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex linalg_lstsq "
+    "linalg_lu_factor_ex linalg_qr linalg_solve_triangular nonzero rot90 triangular_solve "
+    "unsafe_split _scaled_dot_product_flash_attention_for_cpu scaled_dot_product_attention"
 )
 _OF_STRIDES = _named("empty_strided new_empty_strided")
 _FORMATS = frozenset((torch.channels_last, torch.channels_last_3d))
 
 
 def stop(out: Any) -> Any:
-    """Make values computed under no_grad constants to every enclosing grad transform and to JAX's own; our forward mode ignores no_grad."""
+    """Make values computed under no_grad constants to every enclosing grad transform and to JAX's
+    own; our forward mode ignores no_grad.
+    """
     level, root = state.level, state.level.root
     if level.kind == "function":  # the Function's own rule gives the derivative
         return out
@@ -222,13 +279,17 @@ def stop(out: Any) -> Any:
     def stopped(v: Any) -> Any:
         for probe in probes:
             v = private_jax.stop_at(v, probe)
-        return requires_grad.stopped_outside(v) if root.stops and isinstance(v, jax.core.Tracer) else v
+        return (
+            requires_grad.stopped_outside(v) if root.stops and isinstance(v, jax.core.Tracer) else v
+        )
 
     return jax.tree_util.tree_map(stopped, out)
 
 
 def stop_tangents(out: Any) -> Any:
-    """Make values computed while forward-mode AD is off constants to the innermost forward-mode transform."""
+    """Make values computed while forward-mode AD is off constants to the innermost forward-mode
+    transform.
+    """
     level = innermost("jvp", "function")
     if level is None or level.kind == "function":  # the Function's own rule gives the derivative
         return out
@@ -240,9 +301,15 @@ def constant(value: jax.Array | None) -> jax.Array | None:
     return requires_grad.stopped_by_torch(value) if isinstance(value, jax.core.Tracer) else value
 
 
-def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Exception:
-    """The error to raise instead of one that a lowering raised: torch's own error if torch refuses the same call."""
-    own = isinstance(error, RuntimeError | IndexError) and not isinstance(error, jax.errors.JaxRuntimeError)
+def _explain(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> Exception:
+    """The error to raise instead of one that a lowering raised: torch's own error if torch refuses
+    the same call.
+    """
+    own = isinstance(error, RuntimeError | IndexError) and not isinstance(
+        error, jax.errors.JaxRuntimeError
+    )
     if own or isinstance(error, jax.errors.UnexpectedTracerError):
         return error
     if isinstance(error, jax.errors.JAXTypeError):
@@ -250,9 +317,16 @@ def _explain(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     try:
         on_meta(func, args, kwargs)
     except Exception as theirs:
-        if isinstance(theirs, RuntimeError | IndexError | ValueError | TypeError) and "meta" not in str(theirs).lower():
+        if (
+            isinstance(theirs, RuntimeError | IndexError | ValueError | TypeError)
+            and "meta" not in str(theirs).lower()
+        ):
             return theirs
-    return RuntimeError(f"{func}: {error}{at_line()}") if isinstance(error, TypeError | ValueError) else error
+    return (
+        RuntimeError(f"{func}: {error}{at_line()}")
+        if isinstance(error, TypeError | ValueError)
+        else error
+    )
 
 
 def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,10 @@
-"""Packed sequences of torch.nn.utils.rnn inside a trace.  The lengths alone decide which rows of a padded tensor the packed one has.
+"""Packed sequences of torch.nn.utils.rnn inside a trace. The lengths alone decide which rows of a
+padded tensor the packed one has.
 
-PyTorch itself packs or pads the row numbers, and the rows are then gathered by them.  The C++ of the recurrent layers reads the batch
-sizes from memory, so it gets an ordinary tensor.
+PyTorch itself packs or pads the row numbers, and the rows are then gathered by them. The C++ of the
+recurrent layers reads the batch sizes from memory, so it gets an ordinary tensor.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +18,9 @@ from bridge.trace.tracing import concrete, own_rule, traced_python
 
 
 def _known(t: torch.Tensor, what: str) -> torch.Tensor:
-    """An ordinary tensor with the values of a traced one; DataDependentError if they are not known."""
+    """An ordinary tensor with the values of a traced one;
+    DataDependentError if they are not known.
+    """
     found = concrete(t, what)
     with private.below_python():
         return torch.from_numpy(found.copy())
@@ -27,29 +31,47 @@ def _constant(t: torch.Tensor) -> torch.Tensor:
     return lift_fresh((t,), {})
 
 
-def _pack(input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(
+    input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     steps = input.transpose(0, 1) if batch_first else input
-    known = _known(lengths, "pack_padded_sequence by lengths that are a tensor (give them as a list of ints)")
+    known = _known(
+        lengths, "pack_padded_sequence by lengths that are a tensor (give them as a list of ints)"
+    )
     with private.below_python():
-        rows = torch.arange(steps.shape[0] * steps.shape[1]).reshape(steps.shape[:2]) if steps.numel() else torch.empty(steps.shape)
+        rows = (
+            torch.arange(steps.shape[0] * steps.shape[1]).reshape(steps.shape[:2])
+            if steps.numel()
+            else torch.empty(steps.shape)
+        )
         places, sizes = torch._VF._pack_padded_sequence(rows, known, False)
     return steps.flatten(0, 1).index_select(0, _constant(places)), _constant(sizes)
 
 
 def _pad(
-    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = _known(batch_sizes, "pad_packed_sequence")
     with private.below_python():
-        places, lengths = torch._VF._pad_packed_sequence(torch.arange(data.shape[0]), sizes, batch_first, -1, total_length)
+        places, lengths = torch._VF._pad_packed_sequence(
+            torch.arange(data.shape[0]), sizes, batch_first, -1, total_length
+        )
         kept = (places >= 0).reshape(*places.shape, *[1] * (data.dim() - 1))
         flat = places.clamp(min=0).reshape(-1)
     rows = data.index_select(0, _constant(flat)).unflatten(0, tuple(places.shape))
-    return torch.where(_constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)), _constant(lengths)
+    return torch.where(
+        _constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)
+    ), _constant(lengths)
 
 
 def _recurrent_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A recurrent layer; its input is a packed sequence if its second argument is the tensor of batch sizes."""
+    """A recurrent layer; its input is a packed sequence if its second argument is the tensor of
+    batch sizes.
+    """
     if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
         args = (args[0], _known(args[1], "a recurrent layer of a packed sequence"), *args[2:])
     return func(*args, **kwargs)
@@ -66,5 +88,8 @@ def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 FUNCTIONS: dict[Any, Any] = {
     torch._VF._pack_padded_sequence: lambda func, *args, **kwargs: _pack(*args, **kwargs),
     torch._VF._pad_packed_sequence: lambda func, *args, **kwargs: _pad(*args, **kwargs),
-    **{getattr(torch._VF, name): _recurrent_rule for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{
+        getattr(torch._VF, name): _recurrent_rule
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
 }

@@ -2,6 +2,7 @@
 
 ``plan`` looks at an operator's schema once and returns the function that runs it from then on.
 """
+
 from __future__ import annotations
 
 import torch

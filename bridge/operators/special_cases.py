@@ -1,4 +1,5 @@
 """Operators that a lowering cannot express: they read values, or exchange a tensor's memory."""
+
 from __future__ import annotations
 
 import contextlib
@@ -17,11 +18,21 @@ from bridge.lowering.registry import LOWERINGS
 from bridge.operators.mutation import refuse_overlap, store
 from bridge.operators.operands import note_use, pure, stop, value_in
 from bridge.trace import folding
-from bridge.trace.tracing import Traced, concrete, exchanged, node_of, over, own_rule, unknown_value, wrap
+from bridge.trace.tracing import (
+    Traced,
+    concrete,
+    exchanged,
+    node_of,
+    over,
+    own_rule,
+    unknown_value,
+    wrap,
+)
 
 own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shape)
 own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() == args[1].numel())
-own_rule("aten.is_pinned")(lambda args, kwargs: False)  # DLPack asks; inside a transform a tensor is in JAX's memory
+# DLPack asks; inside a transform a tensor is in JAX's memory
+own_rule("aten.is_pinned")(lambda args, kwargs: False)
 
 
 @own_rule("aten.copy_")
@@ -36,7 +47,8 @@ def _copy_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             value = folding.run(jnp.broadcast_to, (value, tuple(target.shape)), {})
         except ValueError:
             raise RuntimeError(
-                f"The expanded size of the tensor ({list(target.shape)}) must match the existing size ({list(value.shape)}){at_line()}"
+                f"The expanded size of the tensor ({list(target.shape)}) must match the existing "
+                f"size ({list(value.shape)}){at_line()}"
             ) from None
     if torch.is_grad_enabled():
         note_use((source,))
@@ -58,18 +70,29 @@ def lift_fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 #: the presumed truth of a tensor -> what is raised when the program has run and it is another
 _UNEXPECTED: dict[bool, tuple[str, type[Exception]]] = {
-    True: ("torch.distributions: expected every value to be within its constraint; something is outside of its own", ValueError),
-    False: (
-        "torch.any(info): the program was traced as if each matrix could be factored, and one could not; add to its diagonal, or call "
-        "the function outside of jit", torch.linalg.LinAlgError,
+    True: (
+        (
+            "torch.distributions: expected every value to be within its constraint; something is "
+            "outside of its own"
+        ),
+        ValueError,
     ),
-}  # fmt: skip
+    False: (
+        (
+            "torch.any(info): the program was traced as if each matrix could be factored, and one "
+            "could not; add to its diagonal, or call the function outside of jit"
+        ),
+        torch.linalg.LinAlgError,
+    ),
+}
 
 
 def presumed(t: torch.Tensor) -> bool | None:
-    """The truth of a tensor for which a program goes on if its value is not known, and which is checked when it has run; None: it asks.
+    """The truth of a tensor for which a program goes on if its value is not known, and which is
+    checked when it has run; None: it asks.
 
-    True of what torch.distributions asks of its arguments, False of ``torch.any(info)`` of an operator that factors matrices.
+    True of what torch.distributions asks of its arguments, False of ``torch.any(info)`` of an
+    operator that factors matrices.
     """
     if type(t) is not Traced or t.dtype is not torch.bool or t.dim():
         return None
@@ -110,15 +133,24 @@ def _any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @own_rule("aten._is_all_true")
 def _is_all_true(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = value_in(args[0])
-    with contextlib.nullcontext() if isinstance(value, jax.core.Tracer) else jax.ensure_compile_time_eval():
+    with (
+        contextlib.nullcontext()
+        if isinstance(value, jax.core.Tracer)
+        else jax.ensure_compile_time_eval()
+    ):
         return wrap(jnp.all(value), args[0].device)
 
 
 @own_rule("aten._assert_async", "aten._assert_async.msg", "aten._functional_assert_async.msg")
 def _assert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch._assert_async: the value is checked now, or when the program has run if it is not known."""
+    """torch._assert_async: the value is checked now, or when the program has run if it is not
+    known.
+    """
     value = value_in(args[0])
-    refuse(value == 0, args[1] if len(args) > 1 else "Expected Tensor with single nonzero value, but got zero")
+    refuse(
+        value == 0,
+        args[1] if len(args) > 1 else "Expected Tensor with single nonzero value, but got zero",
+    )
     return args[2] if len(args) > 2 else None
 
 
@@ -132,12 +164,18 @@ def _equal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     one, other = value_in(a), value_in(b)
     if one.dtype == other.dtype and private_jax.same_computation(one, other):
         if a.is_floating_point() or a.is_complex():
-            unexpected = "torch.equal: the program was traced as if two tensors that are computed alike were equal, and they are NaN"
+            unexpected = (
+                "torch.equal: the program was traced as if two tensors that are computed alike "
+                "were equal, and they are NaN"
+            )
             refuse(jnp.isnan(one), unexpected)
         return True
     maker = LOWERINGS.get(a.node.maker) if type(a) is Traced else None
     if a.dim() == 0 and a.dtype is torch.bool and maker is not None and maker.presumed is not None:
-        unexpected = "cov: weights cannot be negative nor sum to zero; istft: the window's overlap-add must not be zero"
+        unexpected = (
+            "cov: weights cannot be negative nor sum to zero; istft: the "
+            "window's overlap-add must not be zero"
+        )
         refuse(value_in(a) != maker.presumed, unexpected)
         return maker.presumed
     raise unknown_value("torch.equal")
@@ -153,10 +191,16 @@ def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     node = target.node.root if type(target) is Traced else None
-    if node is None or node.geometry is not None or not target.is_leaf or private_jax.differentiations(node.value):
+    if (
+        node is None
+        or node.geometry is not None
+        or not target.is_leaf
+        or private_jax.differentiations(node.value)
+    ):
         raise exchanged("data")
     like = over(node_of(source), source)
     with private.below_python():
-        torch.Tensor.data.__set__(target, like)  # type: ignore[attr-defined]  # the target's geometry and dtype
+        # the target's geometry and dtype
+        torch.Tensor.data.__set__(target, like)  # type: ignore[attr-defined]
     target.node = like.node
     return target

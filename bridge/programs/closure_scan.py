@@ -1,9 +1,12 @@
-"""Finds the tensors and modules that a function reaches beside its arguments: by its closure, globals, defaults and bound object.
+"""Finds the tensors and modules that a function reaches beside its arguments: by its closure,
+globals, defaults and bound object.
 
-A tensor is found together with its place (a dict or cell and the key in it), so that a compiled function can look at the place
-again at each call: after ``model.weight = new`` it sees the new tensor.  The containers and objects on the way to it, and the Python
-numbers, functions and other objects that the function reads, are found with their places too, for ``guards``.
+A tensor is found together with its place (a dict or cell and the key in it), so that a compiled
+function can look at the place again at each call: after ``model.weight = new`` it sees the new
+tensor. The containers and objects on the way to it, and the Python numbers, functions and other
+objects that the function reads, are found with their places too, for ``guards``.
 """
+
 from __future__ import annotations
 
 import array
@@ -26,36 +29,131 @@ from bridge.cache_keys import identical
 from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
 from bridge.programs.code_names import GRAD, Read, read_by
-from bridge.programs.places import GLOBAL, VARIABLE, Asked, DictOf, Entry, GradOf, Place, Referent, Slots
+from bridge.programs.places import (
+    GLOBAL,
+    VARIABLE,
+    Asked,
+    DictOf,
+    Entry,
+    GradOf,
+    Place,
+    Referent,
+    Slots,
+)
 from bridge.trace.python_numbers import Inputs, is_input
 
-_DEPTH, _DEEPER = 4, 16  # how many objects within objects are searched at first, and after a tensor was used that was not found
+# how many objects within objects are searched at first, and after a tensor was used that was not
+# found
+_DEPTH, _DEEPER = 4, 16
 _FUNCTION = type(torch.autograd.Function)
 
 
 class Unsearched:
-    """Base class of objects that are not searched: what they run is constant, as a function under ``jax.jit`` is."""
+    """Base class of objects that are not searched: what they run is constant, as a function under
+    ``jax.jit`` is.
+    """
 
 
 #: Objects whose contents count as just as deep as they themselves.
-_TRANSPARENT = (types.FunctionType, types.MethodType, functools.partial, contextvars.ContextVar, weakref.ReferenceType, _FUNCTION)
+_TRANSPARENT = (
+    types.FunctionType,
+    types.MethodType,
+    functools.partial,
+    contextvars.ContextVar,
+    weakref.ReferenceType,
+    _FUNCTION,
+)
 #: Objects of PyTorch's classes whose attributes the function may read.
-_HOLDERS = (torch.distributions.Distribution, torch.optim.Optimizer, functools.partialmethod, functools.singledispatchmethod)
-_SKIP = (type, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Unsearched, Inputs)
-_DATA, _BYTES = 4096, 1 << 20  # larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
-_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "abc"})
+_HOLDERS = (
+    torch.distributions.Distribution,
+    torch.optim.Optimizer,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+)
+_SKIP = (
+    type,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Unsearched,
+    Inputs,
+)
+# larger containers of numbers (entries) and numpy arrays (bytes) are not compared at each call
+_DATA, _BYTES = 4096, 1 << 20
+_LIBRARIES = frozenset(
+    {"torch", "jax", "jaxlib", "numpy", "builtins", "typing", "functools", "abc"}
+)
 _OURS = frozenset({"bridge", "torchfunc_jax"})
 #: Names by which code reads, or sets, any attribute.
-_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"})
-#: Methods that Python calls although the code does not name them; methods that only make or show an object are left out.
-_IMPLICIT = frozenset({
-    "__call__", "forward", "__get__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__", "__bool__", "__enter__", "__exit__",
-    "__getattr__", "__missing__", "__reversed__", "__hash__", "__ne__", "__abs__", "__invert__", "__round__",
-    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__rpow__",
-    "__set__", "__setitem__", "__complex__", "__array__",
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__",
-    "__pow__", "__neg__", "__eq__", "__lt__", "__gt__", "__le__", "__ge__", "__float__", "__int__", "__index__", "__torch_function__",
-})  # fmt: skip
+_ANY_NAME = frozenset(
+    {"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"}
+)
+#: Methods that Python calls although the code does not name them; methods that only make or show an
+#: object are left out.
+_IMPLICIT = frozenset(
+    {
+        "__call__",
+        "forward",
+        "__get__",
+        "__getitem__",
+        "__iter__",
+        "__next__",
+        "__len__",
+        "__contains__",
+        "__bool__",
+        "__enter__",
+        "__exit__",
+        "__getattr__",
+        "__missing__",
+        "__reversed__",
+        "__hash__",
+        "__ne__",
+        "__abs__",
+        "__invert__",
+        "__round__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__floordiv__",
+        "__rfloordiv__",
+        "__mod__",
+        "__rmod__",
+        "__rpow__",
+        "__set__",
+        "__setitem__",
+        "__complex__",
+        "__array__",
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__matmul__",
+        "__rmatmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__pow__",
+        "__neg__",
+        "__eq__",
+        "__lt__",
+        "__gt__",
+        "__le__",
+        "__ge__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__torch_function__",
+    }
+)
 
 
 class _Edge(NamedTuple):
@@ -64,15 +162,19 @@ class _Edge(NamedTuple):
     place: Place
     child: Any
     parent: _Way
-    attribute: bool  # whether place is an attribute of an object, which counts only if the function's code names it
+    # whether place is an attribute of an object, which counts only if the function's code names it
+    attribute: bool
 
 
-#: The way to an object: the last step, or a list of the ways to the object that is its container; None: it is always reached.
+#: The way to an object: the last step, or a list of the ways to the object that is its container;
+#: None: it is always reached.
 _Way = _Edge | list[Any] | None
 
 
 class Found:
-    """The tensors (by id, with their places) and modules that a function reaches, and the path to them."""
+    """The tensors (by id, with their places) and modules that a function reaches, and the path to
+    them.
+    """
 
     def __init__(self, depth: int = _DEPTH) -> None:
         self.depth = depth
@@ -80,34 +182,57 @@ class Found:
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        self.iterators: list[tuple[Place, Any, _Way]] = []  # (place, iterator) of those whose state Python cannot compare
-        self._visited: dict[int, tuple[int, list[_Way]]] = {}  # how deep an object was searched, and the ways to it
+        # (place, iterator) of those whose state Python cannot compare
+        self.iterators: list[tuple[Place, Any, _Way]] = []
+        # how deep an object was searched, and the ways to it
+        self._visited: dict[int, tuple[int, list[_Way]]] = {}
         self._edges: list[_Edge] = []
-        #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers, strings and the like
+        #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers,
+        #: strings and the like
         self.data: list[tuple[Place, Any, _Way]] = []
         self.sizes: list[tuple[Place, Any, _Way]] = []  # (place, ``keys``) of other containers
-        self.containers: dict[int, list[Place]] = {}  # by id, where lists, dicts and other containers were found
-        self._used: set[Any] = {None}  # names that the code reads, and not only to add to what is there, or to read an entry of it
+        # by id, where lists, dicts and other containers were found
+        self.containers: dict[int, list[Place]] = {}
+        # names that the code reads, and not only to add to what is there, or to read an entry of it
+        self._used: set[Any] = {None}
         self._opened: set[Any] = set()  # names that it reads to read an entry of what is there, and
         self._added: set[Any] = set()  # to add to it
         self._objects: list[tuple[Any, Place, _Way]] = []  # (object, the place of its attributes)
         self._names: set[str] = set(_IMPLICIT)
-        self._loaded: set[str] = set(_IMPLICIT)  # those of them that the code reads, and does not only set
+        # those of them that the code reads, and does not only set
+        self._loaded: set[str] = set(_IMPLICIT)
         self._stored: set[str] = set()  # those that it sets
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
-        self._spaces: dict[type | types.ModuleType, None] = {}  # classes and Python modules; only attributes that the code names count
+        # classes and Python modules; only attributes that the code names count
+        self._spaces: dict[type | types.ModuleType, None] = {}
         self._done: set[tuple[Any, str]] = set()  # names in these that have been searched
         self._inherited: dict[type, set[str]] = {}  # names that a class inherits
-        self._codes: set[types.CodeType] = set()  # of functions of installed packages, whose names are noted
-        self._alive: list[Any] = []  # the visited objects, so that no other object gets one of their ids
+        # of functions of installed packages, whose names are noted
+        self._codes: set[types.CodeType] = set()
+        # the visited objects, so that no other object gets one of their ids
+        self._alive: list[Any] = []
 
     def visit_named(self) -> None:
-        """Search the attributes and methods of classes and Python modules that the function names, and the objects that those reach."""
-        while new := [(c, n) for c in list(self._spaces) for n in self._names_in(c) if (c, n) not in self._done]:
+        """Search the attributes and methods of classes and Python modules that the function names,
+        and the objects that those reach.
+        """
+        while new := [
+            (c, n)
+            for c in list(self._spaces)
+            for n in self._names_in(c)
+            if (c, n) not in self._done
+        ]:
             self._done.update(new)
             for space, name in new:
                 if isinstance(space, types.ModuleType):
-                    _step(space.__dict__[name], Place(space.__dict__, name, space.__name__), self, self.depth, None, True)
+                    _step(
+                        space.__dict__[name],
+                        Place(space.__dict__, name, space.__name__),
+                        self,
+                        self.depth,
+                        None,
+                        True,
+                    )
                     continue
                 for at, owner in enumerate(space.__mro__):
                     if name not in owner.__dict__ or owner is object:
@@ -130,9 +255,11 @@ class Found:
                         _visit(function, Place(function, None), self, self.depth, None)
 
     def read(self, function: types.FunctionType) -> None:
-        """Note the names that a function of an installed package reads, and those of the functions that it calls by their global names.
+        """Note the names that a function of an installed package reads, and those of the functions
+        that it calls by their global names.
 
-        What else such a function reaches is constant: a large package would be searched for minutes.
+        What else such a function reaches is constant: a large package would be searched for
+        minutes.
         """
         waiting = [function]
         while waiting:
@@ -141,11 +268,15 @@ class Found:
             if function.__code__ not in self._codes:
                 self._codes.add(function.__code__)
                 self.note(read, library)
-                called = () if library else (function.__globals__.get(name) for name in read.globals)
+                called = (
+                    () if library else (function.__globals__.get(name) for name in read.globals)
+                )
                 waiting += [f for f in called if isinstance(f, types.FunctionType)]
 
     def note(self, read: Read, library: bool = False) -> None:
-        """Note the names that a code uses; library: it is PyTorch's or another one whose names as strings say nothing."""
+        """Note the names that a code uses; library: it is PyTorch's or another one whose names as
+        strings say nothing.
+        """
         self._names.update(set(read.names) - _ANY_NAME if library else read.names)
         self._loaded.update(set(read.loaded) - _ANY_NAME if library else read.loaded)
         self._stored.update(set(read.stored) - _ANY_NAME if library else read.stored)
@@ -165,25 +296,43 @@ class Found:
         return self._alive
 
     def sets(self, name: str) -> bool:
-        """Whether the function, or a method that it calls, sets an attribute or a global variable of that name."""
+        """Whether the function, or a method that it calls, sets an attribute or a global variable
+        of that name.
+        """
         return name in self._stored or not _ANY_NAME.isdisjoint(self._stored) or self._named is None
 
     def python_generators(self) -> list[Any]:
-        """The generators of random numbers of Python's and NumPy's that the function may draw from."""
-        found = [x for x in self._alive if isinstance(x, random.Random | np.random.Generator | np.random.RandomState)]
+        """The generators of random numbers of Python's and NumPy's that the
+        function may draw from.
+        """
+        found = [
+            x
+            for x in self._alive
+            if isinstance(x, random.Random | np.random.Generator | np.random.RandomState)
+        ]
         return [*found, *((random, np.random) if "random" in self._names else ())]
 
     def only_adds(self, container: Any) -> bool:
-        """Whether the function adds to a container, and reads nothing of it: what is in it is then no condition."""
+        """Whether the function adds to a container, and reads nothing of it: what is in it is then
+        no condition.
+        """
         places = self.containers.get(id(container), ())
-        return bool(places) and self._named is not None and all(
-            self._used.isdisjoint(p.names) and self._opened.issuperset(p.names[:-1])
-            and p.names[-1] in self._added and p.names[-1] not in self._opened
-            for p in places
-        )  # fmt: skip
+        return (
+            bool(places)
+            and self._named is not None
+            and all(
+                self._used.isdisjoint(p.names)
+                and self._opened.issuperset(p.names[:-1])
+                and p.names[-1] in self._added
+                and p.names[-1] not in self._opened
+                for p in places
+            )
+        )
 
     def set_in_spaces(self) -> Iterator[tuple[type | types.ModuleType, list[str]]]:
-        """The user's classes and Python modules, each with the names of its attributes that the function sets."""
+        """The user's classes and Python modules, each with the names of its attributes that the
+        function sets.
+        """
         for space in self._spaces:
             name = space.__name__ if isinstance(space, types.ModuleType) else space.__module__
             if self._stored and _of_user(name):
@@ -195,7 +344,16 @@ class Found:
             return [n for n in self._names if n in space.__dict__]
         if self._named is not None:
             return list(self._names)
-        return [*self._names, *[n for c in space.__mro__ if not of_library(c.__module__) for n in c.__dict__ if not n.startswith("__")]]
+        return [
+            *self._names,
+            *[
+                n
+                for c in space.__mro__
+                if not of_library(c.__module__)
+                for n in c.__dict__
+                if not n.startswith("__")
+            ],
+        ]
 
     def visit_tensors(self) -> None:
         """Search the attributes of the tensors that the function may read beside their values."""
@@ -208,18 +366,28 @@ class Found:
             if GRAD in self._names and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
-                read = Asked(functools.partial(lambda p, n: getattr(p.get(), n), place, name), name, "a tensor")
+                read = Asked(
+                    functools.partial(lambda p, n: getattr(p.get(), n), place, name),
+                    name,
+                    "a tensor",
+                )
                 where = GradOf(place, name) if name == "grad" else read
                 _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
     def visit_open(self) -> None:
-        """Note which attributes the objects have, if the function may read any, also one that is not there yet."""
+        """Note which attributes the objects have, if the function may read any, also one that is
+        not there yet.
+        """
         if self._named is None:
-            self.sizes += [(attributes, keys(x.__dict__), way) for x, attributes, way in self._objects]
+            self.sizes += [
+                (attributes, keys(x.__dict__), way) for x, attributes, way in self._objects
+            ]
 
     @property
     def _named(self) -> set[str] | None:
-        """Names of attributes that the function, and the methods that it calls, may read; None if it may read any."""
+        """Names of attributes that the function, and the methods that it calls, may read; None if
+        it may read any.
+        """
         return None if not _ANY_NAME.isdisjoint(self._loaded) else self._loaded
 
     def names(self, name: str) -> bool:
@@ -228,58 +396,86 @@ class Found:
 
     @functools.cached_property
     def _reaches(self) -> Callable[[_Way], bool]:
-        """Whether the attributes on a way are among the names that the function uses; to be asked when the search is over."""
+        """Whether the attributes on a way are among the names that the function uses; to be asked
+        when the search is over.
+        """
         named, reached = self._named, set[int]()
 
         def reaches(way: _Way) -> bool:
             if isinstance(way, _Edge):
-                return (not way.attribute or named is None or way.place.key in named) and reaches(way.parent)
+                return (not way.attribute or named is None or way.place.key in named) and reaches(
+                    way.parent
+                )
             return way is None or id(way) in reached
 
         before = -1
         while len(reached) > before:  # an object may have several ways, and they may go in circles
             before = len(reached)
-            reached.update(id(ways) for _, ways in self._visited.values() if any(map(reaches, ways)))
+            reached.update(
+                id(ways) for _, ways in self._visited.values() if any(map(reaches, ways))
+            )
         return reaches
 
     def edges(self) -> list[tuple[Place, Any]]:
-        """(place, object) for everything else on the way to tensors and modules, and for numbers, functions and other objects.
+        """(place, object) for everything else on the way to tensors and modules, and for numbers,
+        functions and other objects.
 
-        A container or a plain object that is at one place is left out: another one that is like it may take its place.
+        A container or a plain object that is at one place is left out: another one that is like it
+        may take its place.
         """
-        return [(e.place, e.child) for e in self._edges if self._reaches(e) and not self._may_be_replaced(e.child)]
+        return [
+            (e.place, e.child)
+            for e in self._edges
+            if self._reaches(e) and not self._may_be_replaced(e.child)
+        ]
 
     def _may_be_replaced(self, x: Any) -> bool:
         places, opened = self.containers.get(id(x), ()), self._visited.get(id(x), (0, []))[0] > 0
-        return bool(places) and opened and _replaceable(x) and len({p.identity for p in places}) == 1
+        return (
+            bool(places) and opened and _replaceable(x) and len({p.identity for p in places}) == 1
+        )
 
     def reached(self, found: Sequence[tuple[Any, Any, _Way]]) -> list[tuple[Any, Any]]:
-        """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it names."""
+        """Those of ``data``, ``sizes`` or objects that the function reaches by attributes that it
+        names.
+        """
         return [(x, y) for x, y, way in found if self._reaches(way)]
 
     def objects(self) -> list[tuple[Callable[[], Any], type, dict[str, Any] | None]]:
-        """(a function that returns the object, its class, its attributes) of the modules, and of the objects of the user's classes.
+        """(a function that returns the object, its class, its attributes) of the modules, and of
+        the objects of the user's classes.
 
         The attributes are None if another object of that class may take its place.
         """
-        found: dict[int, tuple[Any, Callable[[], Any], bool]] = {id(m): (m, Slots(m).owner, True) for m in self.modules.values()}
+        found: dict[int, tuple[Any, Callable[[], Any], bool]] = {
+            id(m): (m, Slots(m).owner, True) for m in self.modules.values()
+        }
         for x, attributes in self.reached(self._objects):
             fixed = type(attributes) is not DictOf
             found[id(x)] = (x, Slots(x).owner if fixed else attributes.container.get, fixed)
         return [
-            (owner, type(x), x.__dict__ if fixed else None) for x, owner, fixed in found.values()
+            (owner, type(x), x.__dict__ if fixed else None)
+            for x, owner, fixed in found.values()
             if type(getattr(x, "__dict__", None)) is dict and not is_ours(type(x).__module__)
-        ]  # fmt: skip
+        ]
 
     def absent(self) -> list[tuple[Place, frozenset[str]]]:
-        """(the place of an object's or a class' attributes, names missing there): one more would change what the function reads."""
-        found = [(Place(cls.__dict__, None), frozenset(names)) for cls, names in self._inherited.items()]
+        """(the place of an object's or a class' attributes, names missing there): one more would
+        change what the function reads.
+        """
+        found = [
+            (Place(cls.__dict__, None), frozenset(names)) for cls, names in self._inherited.items()
+        ]
         for x, attributes in self.reached(self._objects):
             cls = type(x)
             names = {n for n in self._optional if not hasattr(cls, n)}
             for owner in cls.__mro__:
                 if not of_library(owner.__module__):
-                    names.update(n for n, v in owner.__dict__.items() if n in self._loaded and not hasattr(type(v), "__set__"))
+                    names.update(
+                        n
+                        for n, v in owner.__dict__.items()
+                        if n in self._loaded and not hasattr(type(v), "__set__")
+                    )
                     names.update(self._loaded if "__getattr__" in owner.__dict__ else ())
             names.difference_update(x.__dict__, _IMPLICIT)
             if names:
@@ -288,7 +484,9 @@ class Found:
 
 
 def scan(*roots: Any, deeper: bool = False) -> Found:
-    """Search everything that these functions, modules and objects reach; deeper: to a depth of 16 instead of 4."""
+    """Search everything that these functions, modules and objects reach; deeper: to a depth of 16
+    instead of 4.
+    """
     found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
         _visit(r, Place(r, None), found, found.depth, None)
@@ -303,8 +501,13 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     """Search x, and note the step that leads to it; edge None: the place never changes."""
     if isinstance(x, torch.Tensor):
         first = found.tensors.setdefault(id(x), (x, place))[1]
-        if first is not place and first.identity != place.identity:  # one tensor at two places: it is read at the first one
-            both = Asked(lambda: first.get() is place.get(), None, f"whether one tensor is at {place} and at another place")
+        # one tensor at two places: it is read at the first one
+        if first is not place and first.identity != place.identity:
+            both = Asked(
+                lambda: first.get() is place.get(),
+                None,
+                f"whether one tensor is at {place} and at another place",
+            )
             found._edges.append(_Edge(both, True, edge, False))
         elif first is place and is_sparse(x):
             _visit_sparse(x, place, found, depth, edge)
@@ -320,7 +523,8 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
             found._spaces[type(x)] = None
     if isinstance(x, torch.optim.Optimizer):
         found.optimizers[id(x)] = x
-    if isinstance(x, Iterator) and _opaque(x) and place.key != "gen":  # a context manager as a decorator makes its generator anew
+    # a context manager as a decorator makes its generator anew
+    if isinstance(x, Iterator) and _opaque(x) and place.key != "gen":
         found.iterators.append((place, x, edge))
     if isinstance(x, torch.Generator):
         found.generators.append(x)
@@ -343,7 +547,9 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
                 if isinstance(x, torch.nn.Module):
                     _visit_module(x, found, depth, ways)
                 elif depth:
-                    _visit_children(x, found.containers.get(id(x), [place])[0], found, depth, ways, data is None)
+                    _visit_children(
+                        x, found.containers.get(id(x), [place])[0], found, depth, ways, data is None
+                    )
         if data is not None and (not isinstance(x, tuple) or not _hashable(x)):
             found.data.append((place, data, edge))
             return
@@ -352,7 +558,9 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
 
 
 def _note_containers(x: Any, place: Place, found: Found) -> None:
-    """Note the containers in a container of numbers, which is compared as a whole: the function may change each of them."""
+    """Note the containers in a container of numbers, which is compared as a whole: the function may
+    change each of them.
+    """
     for child, where in _children(x):
         if isinstance(child, _CONTAINERS):
             found.at(child, inner := Entry(place, where.key))
@@ -360,13 +568,21 @@ def _note_containers(x: Any, place: Place, found: Found) -> None:
 
 
 def _replaceable(x: Any) -> bool:
-    """Whether another container of its type with the same keys, or another object of its class with such attributes, may take its place."""
-    return (isinstance(x, _TREES) and not _has_attributes(x) and frozen(x) is None) or (is_plain(x) and not slots_of(x))
+    """Whether another container of its type with the same keys, or another object of its class with
+    such attributes, may take its place.
+    """
+    return (isinstance(x, _TREES) and not _has_attributes(x) and frozen(x) is None) or (
+        is_plain(x) and not slots_of(x)
+    )
 
 
 def _opaque(x: Any) -> bool:
-    """Whether C or a library keeps the state of an object where it cannot be compared; files are outside of the process."""
-    return not isinstance(x, io.IOBase) and (of_library(type(x).__module__) or not hasattr(x, "__dict__"))
+    """Whether C or a library keeps the state of an object where it cannot be compared; files are
+    outside of the process.
+    """
+    return not isinstance(x, io.IOBase) and (
+        of_library(type(x).__module__) or not hasattr(x, "__dict__")
+    )
 
 
 def is_plain(x: Any) -> bool:
@@ -374,25 +590,41 @@ def is_plain(x: Any) -> bool:
     cls = type(x)
     return (
         (type(getattr(x, "__dict__", None)) is dict or bool(slots_of(x)))
-        and all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__"))
-        and not of_library(cls.__module__) and not is_ours(cls.__module__) and not isinstance(x, torch.nn.Module | Unsearched)
+        and all(
+            getattr(cls, name) is getattr(object, name)
+            for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+        )
+        and not of_library(cls.__module__)
+        and not is_ours(cls.__module__)
+        and not isinstance(x, torch.nn.Module | Unsearched)
     )
 
 
 def _visit_sparse(t: torch.Tensor, place: Place, found: Found, depth: int, edge: _Way) -> None:
-    """Search the parts of a sparse tensor; its layout and its shape must stay the same, and it stays coalesced or not."""
+    """Search the parts of a sparse tensor; its layout and its shape must stay the same, and it
+    stays coalesced or not.
+    """
     kind = Asked(lambda: _kind(place.get()), None, f"the layout and the shape of {place}")
     found.data.append((kind, frozen(_kind(t)), edge))
     if sparse.can_be_taken_apart(t):
         for part in ("indices", "values"):
-            where = Asked(lambda part=part: getattr(sparse.sparse(place.get()), part), None, f"the {part} of {place}")
+            where = Asked(
+                lambda part=part: getattr(sparse.sparse(place.get()), part),
+                None,
+                f"the {part} of {place}",
+            )
             _visit(where.get(), where, found, depth, edge)
 
 
 def _kind(x: Any) -> tuple[Any, ...] | None:
     if not isinstance(x, torch.Tensor):
         return None
-    return (str(x.layout), *x.shape, x.requires_grad, x.layout is torch.sparse_coo and x.is_coalesced())
+    return (
+        str(x.layout),
+        *x.shape,
+        x.requires_grad,
+        x.layout is torch.sparse_coo and x.is_coalesced(),
+    )
 
 
 def _step(x: Any, place: Place, found: Found, depth: int, parent: _Way, attribute: bool) -> None:
@@ -401,7 +633,9 @@ def _step(x: Any, place: Place, found: Found, depth: int, parent: _Way, attribut
 
 
 def frozen(x: object) -> Any:
-    """The content of a numpy array, or of a container of numbers, strings and such containers, as a key; None for all other objects."""
+    """The content of a numpy array, or of a container of numbers, strings and such containers, as a
+    key; None for all other objects.
+    """
     try:
         return _frozen(x, iter(range(_DATA)))
     except TypeError:
@@ -409,21 +643,37 @@ def frozen(x: object) -> Any:
 
 
 def entries(x: object) -> tuple[Any, tuple[Any, ...]]:
-    """A container with its keys and values, to be compared by identity; (None, ()) if that comparison cannot see every change."""
-    found = (*x, *x.values()) if isinstance(x, _MAPPINGS) else tuple(x) if isinstance(x, list | collections.deque) else (x,)
+    """A container with its keys and values, to be compared by identity; (None, ()) if that
+    comparison cannot see every change.
+    """
+    found = (
+        (*x, *x.values())
+        if isinstance(x, _MAPPINGS)
+        else tuple(x)
+        if isinstance(x, list | collections.deque)
+        else (x,)
+    )
     return (x, found) if all(isinstance(v, _PLAIN) for v in found) else (None, ())
 
 
 def keys(x: Any) -> tuple[type, Any]:
-    """What a container has beside its values: its type, the keys of a dict in order, the members of a set; of others how many it has."""
-    return type(x), len(x) if isinstance(x, list | tuple | collections.deque) or len(x) > _DATA else tuple(x)
+    """What a container has beside its values: its type, the keys of a dict in order, the members of
+    a set; of others how many it has.
+    """
+    return type(x), len(x) if isinstance(x, list | tuple | collections.deque) or len(
+        x
+    ) > _DATA else tuple(x)
 
 
 def _has_attributes(x: object) -> bool:
-    """Whether a container, a number or a string can hold more than its content: a class of the user's, a defaultdict."""
+    """Whether a container, a number or a string can hold more than its content: a class of the
+    user's, a defaultdict.
+    """
     if of_library(type(x).__module__) or type(x).__module__ == "collections":
         return isinstance(x, collections.defaultdict)
-    return isinstance(x, _CONTAINERS) or (isinstance(x, str | bytes | int | float) and type(getattr(x, "__dict__", None)) is dict)
+    return isinstance(x, _CONTAINERS) or (
+        isinstance(x, str | bytes | int | float) and type(getattr(x, "__dict__", None)) is dict
+    )
 
 
 def _hashable(x: object) -> bool:
@@ -442,11 +692,20 @@ def _frozen(x: object, room: Iterator[int]) -> Any:
     if isinstance(x, _MAPPINGS):
         return type(x), *[(_frozen(k, room), _frozen(v, room)) for k, v in x.items()]
     if isinstance(x, list | tuple | collections.deque):
-        return type(x), x.maxlen if isinstance(x, collections.deque) else None, *[_frozen(v, room) for v in x]
+        return (
+            type(x),
+            x.maxlen if isinstance(x, collections.deque) else None,
+            *[_frozen(v, room) for v in x],
+        )
     if isinstance(x, set | frozenset):
         return type(x), frozenset([_frozen(v, room) for v in x])
     if isinstance(x, np.ndarray) and x.nbytes <= _BYTES:
-        return x.dtype, x.shape, x.strides, x.tobytes() if x.dtype.kind != "O" else tuple([_frozen(v, room) for v in x.flat])
+        return (
+            x.dtype,
+            x.shape,
+            x.strides,
+            x.tobytes() if x.dtype.kind != "O" else tuple([_frozen(v, room) for v in x.flat]),
+        )
     if isinstance(x, _BUFFERS) and memoryview(x).nbytes <= _BYTES:
         return type(x), memoryview(x).format, bytes(memoryview(x))
     raise TypeError
@@ -459,7 +718,9 @@ _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset, collections.deque, np.nd
 _TREES = (dict, list, tuple, collections.deque)
 
 
-def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, entries: bool) -> None:
+def _visit_children(
+    x: Any, place: Place, found: Found, depth: int, edge: _Way, entries: bool
+) -> None:
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and (not isinstance(x, _CONTAINERS) or _has_attributes(x))
     contained = isinstance(x, _CONTAINERS)
@@ -471,7 +732,9 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
             found.read(x)
         else:
             found.note(read_by(x.__code__))
-            found._edges.append(_Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False))
+            found._edges.append(
+                _Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False)
+            )
             _visit_attributes(x, x.__name__, found, depth, edge)
     elif isinstance(x, functools.partial):
         _visit_attributes(x, "functools.partial", found, depth, edge)
@@ -481,12 +744,25 @@ def _visit_children(x: Any, place: Place, found: Found, depth: int, edge: _Way, 
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not of_library(type(x).__module__):
-            found._objects.append((x, DictOf(place, None) if nested else Place(x.__dict__, None), edge))
-    for child, where in (*(_children(x) if entries else ()), *(_attributes(x) if contained and attributes else ())):
-        constant = where.key is None and not isinstance(where.container, types.CellType) and type(where) is not Asked
-        attribute = attributes and (not contained or where.container is getattr(x, "__dict__", None))
+            found._objects.append(
+                (x, DictOf(place, None) if nested else Place(x.__dict__, None), edge)
+            )
+    for child, where in (
+        *(_children(x) if entries else ()),
+        *(_attributes(x) if contained and attributes else ()),
+    ):
+        constant = (
+            where.key is None
+            and not isinstance(where.container, types.CellType)
+            and type(where) is not Asked
+        )
+        attribute = attributes and (
+            not contained or where.container is getattr(x, "__dict__", None)
+        )
         if nested and not constant:
-            where = Entry(place if where.container is x else DictOf(place, None), where.key, where.owner)
+            where = Entry(
+                place if where.container is x else DictOf(place, None), where.key, where.owner
+            )
         step = edge if constant else _Edge(where, child, edge, attribute)
         _visit(child, where, found, depth if transparent else depth - 1, step)
     if entries and isinstance(x, (*_MAPPINGS, *_TREES, set)):
@@ -517,14 +793,20 @@ def _visit_module(module: torch.nn.Module, found: Found, depth: int, edge: _Way)
         for store in (m._parameters, m._buffers):
             for key, t in store.items():
                 place = Place(store, key, name)
-                _visit(t, place, found, depth, _Edge(place, None, edge, False) if t is None else None)
+                _visit(
+                    t, place, found, depth, _Edge(place, None, edge, False) if t is None else None
+                )
             if listed or any(t is None for t in store.values()):
                 found.sizes.append((Place(store, None), keys(store), edge))
         for hooks in HOOKS:
             for hook in m.__dict__.get(hooks, {}).values():
                 _visit(hook, Place(hook, None), found, depth, None)
         for key, value in m.__dict__.items():
-            if depth and key not in _OWN and (users or not key.startswith("_") or isinstance(value, torch.Tensor)):
+            if (
+                depth
+                and key not in _OWN
+                and (users or not key.startswith("_") or isinstance(value, torch.Tensor))
+            ):
                 _step(value, Place(m.__dict__, key, name), found, depth - 1, edge, True)
 
 
@@ -541,11 +823,19 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             try:
                 content = cell.cell_contents
             except ValueError:
-                yield True, Asked(functools.partial(_is_unbound, cell), None, f"whether the variable {name} is not bound")
+                yield (
+                    True,
+                    Asked(
+                        functools.partial(_is_unbound, cell),
+                        None,
+                        f"whether the variable {name} is not bound",
+                    ),
+                )
                 continue
             if _defined_in(x) == "functools" and isinstance(content, weakref.WeakKeyDictionary):
                 continue  # what singledispatch has found already
-            yield content, Place(content, None) if ours else Place(cell, None, VARIABLE + name)  # our own variables are bound once
+            # our own variables are bound once
+            yield content, Place(content, None) if ours else Place(cell, None, VARIABLE + name)
         inside = ours or _installed(x.__module__)  # globals of its module are not the user's
         for name in () if inside else read_by(x.__code__).globals:
             if name in x.__globals__:
@@ -557,11 +847,15 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             if getattr(x, name):
                 yield getattr(x, name), Place(Slots(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
-            yield x.__wrapped__, Place(x.__wrapped__, None) if ours else Place(x.__dict__, "__wrapped__")
+            yield (
+                x.__wrapped__,
+                Place(x.__wrapped__, None) if ours else Place(x.__dict__, "__wrapped__"),
+            )
     elif isinstance(x, types.MethodType):
         yield x.__self__, Place(x.__self__, None)
         yield x.__func__, Place(x.__func__, None)
-    elif isinstance(x, types.BuiltinMethodType):  # of a function of a module, __self__ is the module
+    elif isinstance(x, types.BuiltinMethodType):
+        # of a function of a module, __self__ is the module
         if not isinstance(x.__self__, types.ModuleType | type):
             yield x.__self__, Place(x.__self__, None)
     elif isinstance(x, _FUNCTION):
@@ -574,13 +868,17 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
         yield ask(), Asked(ask, None, f"the context variable {x.name}")
     elif isinstance(x, weakref.ReferenceType):
         referent = x()
-        yield referent is None, Asked(lambda: x() is None, None, "whether the referent of a weak reference is dead")
+        yield (
+            referent is None,
+            Asked(lambda: x() is None, None, "whether the referent of a weak reference is dead"),
+        )
         if referent is not None:
             yield referent, Referent(x, None, "the referent of a weak reference")
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
             yield getattr(x, name), Place(Slots(x), name, "functools.partial")
-    elif "__wrapped__" in getattr(x, "__dict__", ()):  # a jitted function: its programs are skipped, and its function never changes
+    elif "__wrapped__" in getattr(x, "__dict__", ()):
+        # a jitted function: its programs are skipped, and its function never changes
         yield x.__wrapped__, Place(x.__wrapped__, None)
     elif isinstance(x, _MAPPINGS):
         for key, value in x.items():
@@ -629,12 +927,20 @@ def of_library(module: str | None) -> bool:
 
 @functools.cache
 def _installed(module: str | None) -> bool:
-    """Whether a Python module, by its name, is of a library or of an installed package, whose code and globals count as constant."""
+    """Whether a Python module, by its name, is of a library or of an installed package, whose code
+    and globals count as constant.
+    """
     if of_library(module):
         return True
     top = (module or "").partition(".")[0]
-    file = getattr(sys.modules.get(top), "__file__", None) or next(iter(getattr(sys.modules.get(top), "__path__", ())), "")
-    return top in sys.stdlib_module_names - {"__main__"} or "site-packages" in file or "dist-packages" in file
+    file = getattr(sys.modules.get(top), "__file__", None) or next(
+        iter(getattr(sys.modules.get(top), "__path__", ())), ""
+    )
+    return (
+        top in sys.stdlib_module_names - {"__main__"}
+        or "site-packages" in file
+        or "dist-packages" in file
+    )
 
 
 def is_ours(module: str | None) -> bool:
@@ -642,7 +948,9 @@ def is_ours(module: str | None) -> bool:
 
 
 def _defined_in(function: types.FunctionType) -> str | None:
-    """The name of the Python module that defines a function; ``__module__`` names that of the function it wraps."""
+    """The name of the Python module that defines a function; ``__module__`` names that of the
+    function it wraps.
+    """
     return function.__globals__.get("__name__")
 
 
@@ -664,6 +972,9 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
 def slots_of(x: Any) -> list[str]:
     """The names of the attributes of an object that are slots of classes that are no library's."""
     return [
-        name for cls in type(x).__mro__ if "__slots__" in cls.__dict__ and not of_library(cls.__module__)
-        for name, slot in cls.__dict__.items() if isinstance(slot, types.MemberDescriptorType)
-    ]  # fmt: skip
+        name
+        for cls in type(x).__mro__
+        if "__slots__" in cls.__dict__ and not of_library(cls.__module__)
+        for name, slot in cls.__dict__.items()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]

@@ -1,4 +1,7 @@
-"""The names that the bytecode of a function uses: what it reads, what it sets, and what it only adds to."""
+"""The names that the bytecode of a function uses: what it reads, what it sets, and what it only
+adds to.
+"""
+
 from __future__ import annotations
 
 import dis
@@ -10,7 +13,8 @@ from typing import NamedTuple
 _SETTING, _STORING = frozenset({"setattr", "delattr"}), ("STORE_", "DELETE_")
 #: Names by which code reads, or sets, an attribute that it names as a string.
 _BY_STRING = _SETTING | {"getattr", "hasattr"}
-#: Replaces "grad" if the attribute is read, as a tensor's is, and not called, as torch.func.grad is.
+#: Replaces "grad" if the attribute is read, as a tensor's is, and not called, as torch.func.grad
+#: is.
 GRAD = ".grad"
 #: What adds to a list, deque or set, and reads nothing.
 _ADDING = frozenset({"append", "appendleft", "extend", "extendleft", "add"})
@@ -25,9 +29,12 @@ class Read(NamedTuple):
         optional: those that it passes to getattr and hasattr.
         imports: those of the Python modules that it imports.
         loaded: those of ``names`` that it does not only set or delete.
-        stored: those of attributes and global variables that it sets or deletes; "__dict__" if it may set any.
-        used: those of variables, attributes and entries that it reads, and not only to add to a container there, or to read its entries.
-        opened, added: those that it reads to read an entry of the container there, and to add to it.
+        stored: those of attributes and global variables that it sets or deletes; "__dict__" if it
+            may set any.
+        used: those of variables, attributes and entries that it reads, and not only to add to a
+            container there, or to read its entries.
+        opened, added: those that it reads to read an entry of the container there, and to add to
+            it.
         set_globals: those of global variables that it sets or deletes.
     """
 
@@ -53,14 +60,22 @@ def read_by(code: types.CodeType) -> Read:
     stored = [s.argval for s in named if s.opname.startswith(_STORING)]
     steps = [s for s in steps if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
     reads = [(s.argval, steps[i + 1 : i + 3]) for i, s in enumerate(steps) if _reads(s)]
-    reads += [(s.argval, steps[i + 2 : i + 4]) for i, s in enumerate(steps) if _is_key(steps[i : i + 2])]
+    reads += [
+        (s.argval, steps[i + 2 : i + 4]) for i, s in enumerate(steps) if _is_key(steps[i : i + 2])
+    ]
     opened = [name for name, then in reads if _is_key(then)]
     added = [name for name, then in reads if _adds(then)]
     used = [name for name, then in reads if not _is_key(then) and not _adds(then)]
     set_globals = [s.argval for s in named if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
-    only_stored = {*stored}.difference([s.argval for s in named if not s.opname.startswith(_STORING)])
+    only_stored = {*stored}.difference(
+        [s.argval for s in named if not s.opname.startswith(_STORING)]
+    )
     for i, step in enumerate(steps):
-        if step.opname == "LOAD_ATTR" and step.argval == "grad" and not (sys.version_info >= (3, 12) and step.arg & 1):
+        if (
+            step.opname == "LOAD_ATTR"
+            and step.argval == "grad"
+            and not (sys.version_info >= (3, 12) and step.arg & 1)
+        ):
             names.append(GRAD)
         if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name = _second_argument(steps[i + 1 :])
@@ -85,7 +100,18 @@ def read_by(code: types.CodeType) -> Read:
             only_stored.difference_update(inner.loaded)
     names += optional
     read = [n for n in names if n not in only_stored]
-    every = names, loaded, optional, imports, read, stored, used + optional, opened, added, set_globals
+    every = (
+        names,
+        loaded,
+        optional,
+        imports,
+        read,
+        stored,
+        used + optional,
+        opened,
+        added,
+        set_globals,
+    )
     return Read(*[tuple(dict.fromkeys(x)) for x in every])
 
 
@@ -98,30 +124,53 @@ def _reads(step: dis.Instruction) -> bool:
 
 def _is_key(steps: list[dis.Instruction]) -> bool:
     """Whether two steps read the entry of a container at a key that is a string."""
-    return len(steps) == 2 and steps[0].opname.startswith("LOAD_CONST") and type(steps[0].argval) is str and _subscribes(steps[1])
+    return (
+        len(steps) == 2
+        and steps[0].opname.startswith("LOAD_CONST")
+        and type(steps[0].argval) is str
+        and _subscribes(steps[1])
+    )
 
 
 def _subscribes(step: dis.Instruction) -> bool:
-    return step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and "[]" in (step.argrepr or ""))
+    return step.opname == "BINARY_SUBSCR" or (
+        step.opname == "BINARY_OP" and "[]" in (step.argrepr or "")
+    )
 
 
 def _adds(steps: list[dis.Instruction]) -> bool:
     """Whether the next step calls a method that adds to the object that has just been read."""
-    return bool(steps) and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and steps[0].argval in _ADDING
+    return (
+        bool(steps)
+        and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR")
+        and steps[0].argval in _ADDING
+    )
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:
-    """The second argument of the call whose function was just put on the stack, if it is a string constant."""
+    """The second argument of the call whose function was just put on the stack, if it is a string
+    constant.
+    """
     depth, second = 0, None
     for step in steps:
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
             return None
-        before, depth = depth, depth + dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+        before, depth = (
+            depth,
+            depth
+            + dis.stack_effect(
+                step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False
+            ),
+        )
         if depth >= 2 > before:
             second = step
         if second is not None and depth < 2:
             if "CALL" in step.opname:
-                return second.argval if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str) else None
+                return (
+                    second.argval
+                    if second.opname.startswith("LOAD_CONST") and isinstance(second.argval, str)
+                    else None
+                )
             second = None
         elif second is not None and before > depth == 2:  # it was computed
             second = step

@@ -1,8 +1,11 @@
-"""Checks before each call what a compiled program depends on beside its arguments: PyTorch's ambient state, modules, objects.
+"""Checks before each call what a compiled program depends on beside its arguments: PyTorch's
+ambient state, modules, objects.
 
-``ambient`` is part of the key under which programs are kept.  ``Guards`` belong to one program: they check the tree of modules, their
-modes and hooks, and the objects, functions and Python numbers at their places.
+``ambient`` is part of the key under which programs are kept. ``Guards`` belong to one program: they
+check the tree of modules, their modes and hooks, and the objects, functions and Python numbers at
+their places.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,9 +26,17 @@ from bridge.trace.python_numbers import is_input
 
 #: The names of the entries of ``ambient``.
 AMBIENT = (
-    "the default dtype", "the precision of float32 matrix products", "deterministic algorithms", "inference mode", "anomaly mode",
-    "autocast", "the default device and torch function modes", "global module hooks", "hooks on saved tensors", "attention_scores",
-)  # fmt: skip
+    "the default dtype",
+    "the precision of float32 matrix products",
+    "deterministic algorithms",
+    "inference mode",
+    "anomaly mode",
+    "autocast",
+    "the default device and torch function modes",
+    "global module hooks",
+    "hooks on saved tensors",
+    "attention_scores",
+)
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
 
@@ -46,41 +57,64 @@ def ambient() -> tuple[Any, ...]:
     recording = torch.is_grad_enabled()
     unchanged, precision, entered, known = _usual[recording]
     if (
-        unchanged() and private.float32_precision() == precision and torch.get_autocast_dtype("cpu") is entered
-        and not torch.is_inference_mode_enabled() and not torch.is_anomaly_enabled() and not private.function_modes()
-        and private.global_module_hooks() is None and private.saved_tensor_hooks() is None and at_once() == known[-1]
-    ):  # fmt: skip
+        unchanged()
+        and private.float32_precision() == precision
+        and torch.get_autocast_dtype("cpu") is entered
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_anomaly_enabled()
+        and not private.function_modes()
+        and private.global_module_hooks() is None
+        and private.saved_tensor_hooks() is None
+        and at_once() == known[-1]
+    ):
         return known
     found = (
-        torch.get_default_dtype(), private.float32_precision(), torch.are_deterministic_algorithms_enabled(),
-        torch.is_inference_mode_enabled(), torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
-        autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),  # the function may enter autocast itself
-        _modes() if private.function_modes() else None, private.global_module_hooks(), private.saved_tensor_hooks() is not None,
+        torch.get_default_dtype(),
+        private.float32_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
+        # the function may enter autocast itself
+        autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),
+        _modes() if private.function_modes() else None,
+        private.global_module_hooks(),
+        private.saved_tensor_hooks() is not None,
         at_once(),
-    )  # fmt: skip
+    )
     if found[3:5] == (False, False) and found[6:9] == (None, None, False):
-        _usual[recording] = private.state_question(), found[1], torch.get_autocast_dtype("cpu"), found
+        _usual[recording] = (
+            private.state_question(),
+            found[1],
+            torch.get_autocast_dtype("cpu"),
+            found,
+        )
     return found
 
 
-#: For grad mode off and on: (whether the state is as it was, float32 precision, autocast dtype, the answer of ``ambient``), as they were
-#: when no mode or hook was entered.
+#: For grad mode off and on: (whether the state is as it was, float32 precision, autocast dtype, the
+#: answer of ``ambient``), as they were when no mode or hook was entered.
 _usual: list[tuple[Any, ...]] = [(lambda: False, None, None, ()), (lambda: False, None, None, ())]
 
 
 def autocast() -> tuple[Any, ...]:
-    """For each device its autocast dtype and whether autocast is on; and whether autocast keeps copies of weights."""
+    """For each device its autocast dtype and whether autocast is on; and whether autocast keeps
+    copies of weights.
+    """
     found = tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICES)
     return found, torch.is_autocast_cache_enabled()
 
 
 @contextlib.contextmanager
 def within_autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
-    """While entered, autocast is in this state, an earlier answer of ``autocast``, and keeps no copies; None: it is off."""
+    """While entered, autocast is in this state, an earlier answer of ``autocast``, and keeps no
+    copies; None: it is off.
+    """
     before, cached = autocast()
     torch.set_autocast_cache_enabled(False)
     try:
-        for device, dtype, enabled in state[0] if state is not None else [(d, t, False) for d, t, _ in before]:
+        for device, dtype, enabled in (
+            state[0] if state is not None else [(d, t, False) for d, t, _ in before]
+        ):
             torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_enabled(device, enabled)
         yield
@@ -100,7 +134,8 @@ def _modes() -> tuple[Any, ...]:
 def without_cast_weights() -> Iterator[None]:
     """While entered, autocast keeps no copies of weights, and no parametrized weights are kept.
 
-    Copies from before would be constants in the trace, and copies from the trace would be useless after it.
+    Copies from before would be constants in the trace, and copies from the trace would be useless
+    after it.
     """
     enabled = torch.is_autocast_cache_enabled()
     if private.any_autocast():
@@ -115,50 +150,104 @@ def without_cast_weights() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-# -- of one program -----------------------------------------------------------------------------------------------------------------
+# -- of one program --------------------------------------------------------------------------------
 _MODULE = ("training", "_modules", "_parameters", "_buffers", *closure_scan.HOOKS)
 
 
 def _hooks(d: dict[str, Any]) -> tuple[int, ...]:
-    return tuple([key for name in closure_scan.HOOKS for key in d[name]])  # numbers that PyTorch uses only once
+    # numbers that PyTorch uses only once
+    return tuple([key for name in closure_scan.HOOKS for key in d[name]])
 
 
 class Guards:
-    """The objects that a function reached when it was traced, to be compared with those that are there now.
+    """The objects that a function reached when it was traced, to be compared with those that are
+    there now.
 
     Args:
-        found: the result of ``closure_scan.scan`` before the function was traced.  Places that the trace has changed are not checked: the
-            function itself has changed them, and a jitted function's Python runs only when it is traced.
+        found: the result of ``closure_scan.scan`` before the function was traced. Places that the
+            trace has changed are not checked: the function itself has changed them, and a jitted
+            function's Python runs only when it is traced.
         asked: tensors whose values the function has asked for, with their places.
-        read: the places of the ``.grad``s that were read in the trace and are to be compared; None: those that the function names.
+        read: the places of the ``.grad``s that were read in the trace and are to be compared; None:
+            those that the function names.
     """
 
     __slots__ = (
-        "absent", "asked", "codes", "data", "grouped", "modules", "needed", "nested", "objects", "places", "single", "sizes",
-    )  # fmt: skip
+        "absent",
+        "asked",
+        "codes",
+        "data",
+        "grouped",
+        "modules",
+        "needed",
+        "nested",
+        "objects",
+        "places",
+        "single",
+        "sizes",
+    )
 
     def __init__(
-        self, found: closure_scan.Found, asked: Sequence[tuple[torch.Tensor, Place]] = (),
+        self,
+        found: closure_scan.Found,
+        asked: Sequence[tuple[torch.Tensor, Place]] = (),
         read: Sequence[tuple[Place, Any]] | None = None,
     ) -> None:
         self.asked = [(place, _content(t)) for t, place in asked]
-        self.modules: list[tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]] = []
+        self.modules: list[
+            tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]
+        ] = []
         for m in found.modules.values():
             d = m.__dict__
             if all(name in d for name in _MODULE):  # not ScriptModules
-                self.modules.append((d, type(m).__name__, m.training, [*d["_modules"].items()], _hooks(d), d.get("forward")))
-        self.objects = [(owner, cls, d) for owner, cls, d in found.objects() if d is None or owner().__dict__ is d]
+                self.modules.append(
+                    (
+                        d,
+                        type(m).__name__,
+                        m.training,
+                        [*d["_modules"].items()],
+                        _hooks(d),
+                        d.get("forward"),
+                    )
+                )
+        self.objects = [
+            (owner, cls, d)
+            for owner, cls, d in found.objects()
+            if d is None or owner().__dict__ is d
+        ]
         edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not GradOf]
-        self.places = [(p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)]
+        self.places = [
+            (p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)
+        ]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
-        self.grouped, self.nested, self.single = _grouped([(p, x) for p, x in self.places if not _is_code(p)])
-        data = [(p, x, data) for p, data in found.reached(found.data) if not found.only_adds(x := current(p))]
-        self.data = [(p, *closure_scan.entries(x), data) for p, x, data in data if closure_scan.frozen(x) == data]
-        sizes = [(p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))]
+        self.grouped, self.nested, self.single = _grouped(
+            [(p, x) for p, x in self.places if not _is_code(p)]
+        )
+        data = [
+            (p, x, data)
+            for p, data in found.reached(found.data)
+            if not found.only_adds(x := current(p))
+        ]
+        self.data = [
+            (p, *closure_scan.entries(x), data)
+            for p, x, data in data
+            if closure_scan.frozen(x) == data
+        ]
+        sizes = [
+            (p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))
+        ]
         self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
         absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
         self.absent = [(p.container if type(p) is Place else p, names) for p, names in absent]
-        self.needed = bool(self.modules or self.objects or self.places or self.data or self.sizes or self.absent or self.asked)
+        self.needed = bool(
+            self.modules
+            or self.objects
+            or self.places
+            or self.data
+            or self.sizes
+            or self.absent
+            or self.asked
+        )
 
     def hold(self) -> bool:
         """Whether everything is as it was; always True if not ``needed``."""
@@ -171,10 +260,19 @@ class Guards:
             return False
         for d, _, training, children, hooks, forward in self.modules:
             if (
-                d["training"] is not training or d.get("forward") is not forward
+                d["training"] is not training
+                or d.get("forward") is not forward
                 or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
-                or ((hooks or d["_forward_hooks"] or d["_forward_pre_hooks"] or d["_backward_hooks"] or d["_backward_pre_hooks"])
-                    and _hooks(d) != hooks)
+                or (
+                    (
+                        hooks
+                        or d["_forward_hooks"]
+                        or d["_forward_pre_hooks"]
+                        or d["_backward_hooks"]
+                        or d["_backward_pre_hooks"]
+                    )
+                    and _hooks(d) != hooks
+                )
             ):
                 return False
         try:
@@ -194,9 +292,13 @@ class Guards:
                     return False
             for place, container, entries, data in self.data:
                 now = place.get()
-                if now is container and type(now) is dict and not now and not entries:  # most functions' attributes
+                # most functions' attributes
+                if now is container and type(now) is dict and not now and not entries:
                     continue
-                if not (now is container and _holds(now, entries)) and closure_scan.frozen(now) != data:
+                if (
+                    not (now is container and _holds(now, entries))
+                    and closure_scan.frozen(now) != data
+                ):
                     return False
             for place, content in self.asked:
                 if _content(place.get()) != content:
@@ -217,22 +319,37 @@ class Guards:
             if d.get("forward") is not forward:
                 yield f"the module {name} has been given another forward"
             if d["training"] is not training:
-                yield f"the module {name} was in {_mode(training)} mode and now is in {_mode(d['training'])} mode"
+                yield (
+                    f"the module {name} was in {_mode(training)} mode and now is in "
+                    f"{_mode(d['training'])} mode"
+                )
             before, now = dict(children), d["_modules"]
             for key in {**before, **now}:
                 if now.get(key) is not before.get(key):
-                    yield f"the submodule {key!r} of the module {name} was {_replaced(before.get(key), now.get(key))}"
+                    yield (
+                        f"the submodule {key!r} of the module {name} was "
+                        f"{_replaced(before.get(key), now.get(key))}"
+                    )
             if now == before and [*now] != [*before]:
-                yield f"the submodules of the module {name} were in the order {[*before]} and now are in the order {[*now]}"
+                yield (
+                    f"the submodules of the module {name} were in the order {[*before]} and now "
+                    f"are in the order {[*now]}"
+                )
             if _hooks(d) != hooks:
-                yield f"the hooks of the module {name} were numbers {hooks} and now are numbers {_hooks(d)}"
+                yield (
+                    f"the hooks of the module {name} were numbers {hooks} and "
+                    f"now are numbers {_hooks(d)}"
+                )
         for owner, cls, d in self.objects:
             try:
                 x = owner()
             except GONE_ERRORS:
                 x = None
             if type(x) is not cls:
-                yield f"an object of the class {cls.__name__} now is {'gone' if x is None else f'of the class {type(x).__name__}'}"
+                yield (
+                    f"an object of the class {cls.__name__} now is "
+                    f"{'gone' if x is None else f'of the class {type(x).__name__}'}"
+                )
             elif d is not None and x.__dict__ is not d:
                 yield f"the __dict__ of an object of the class {cls.__name__} was replaced"
         for place, child in self.places:
@@ -257,10 +374,16 @@ class Guards:
         for place, (kind, keys) in self.sizes:
             c = current(place)
             if type(c) is not kind:
-                yield f"{place} was one {kind.__name__} and now is {'gone' if c is GONE else type(c).__name__}"
+                yield (
+                    f"{place} was one {kind.__name__} and now is "
+                    f"{'gone' if c is GONE else type(c).__name__}"
+                )
             elif not _has_keys(c, (kind, keys)):
                 n = keys if isinstance(keys, int) else len(keys)
-                yield f"a {kind.__name__} that the function uses had {n} entries and now has {len(c) if len(c) != n else 'others'}"
+                yield (
+                    f"a {kind.__name__} that the function uses had {n} entries and now has "
+                    f"{len(c) if len(c) != n else 'others'}"
+                )
 
 
 #: Stands for an object that is no longer at its place.
@@ -268,7 +391,18 @@ GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
 #: What looking at a place raises if the object is no longer there.
 GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
 #: Types whose values are compared by content.
-_BY_VALUE = (bool, int, float, complex, str, bytes, tuple, types.NoneType, types.MethodType, np.generic)
+_BY_VALUE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    types.NoneType,
+    types.MethodType,
+    np.generic,
+)
 
 
 def current(place: Place) -> Any:
@@ -281,7 +415,9 @@ def current(place: Place) -> Any:
 
 def _same(now: Any, before: Any) -> bool:
     try:
-        return now is before or (isinstance(before, _BY_VALUE) and identical(now) == identical(before))
+        return now is before or (
+            isinstance(before, _BY_VALUE) and identical(now) == identical(before)
+        )
     except TypeError:  # a tuple with an entry that is not hashable
         return False
 
@@ -304,15 +440,21 @@ def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
         return False
     if isinstance(keys, int):
         return len(container) == keys
-    return len(container) == len(keys) and (all(map(operator.is_, container, keys)) or _same(tuple(container), keys))
+    return len(container) == len(keys) and (
+        all(map(operator.is_, container, keys)) or _same(tuple(container), keys)
+    )
 
 
 def _is_code(place: Place) -> bool:
     return place.key == "__code__" and type(place.container) is Slots
 
 
-def _grouped(places: Sequence[tuple[Place, Any]]) -> tuple[list[Any], list[Any], list[tuple[Place, Any]]]:
-    """Group the places: [(container, getter of several entries, these entries)], the same with places of containers, and other places."""
+def _grouped(
+    places: Sequence[tuple[Place, Any]],
+) -> tuple[list[Any], list[Any], list[tuple[Place, Any]]]:
+    """Group the places: [(container, getter of several entries, these entries)], the same with
+    places of containers, and other places.
+    """
     groups: dict[Any, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
@@ -321,7 +463,11 @@ def _grouped(places: Sequence[tuple[Place, Any]]) -> tuple[list[Any], list[Any],
         else:
             single.append((place, value))
     every = [
-        (c, operator.itemgetter(*values, next(iter(values))), (*values.values(), next(iter(values.values()))))
+        (
+            c,
+            operator.itemgetter(*values, next(iter(values))),
+            (*values.values(), next(iter(values.values()))),
+        )
         for c, values in groups.values()
     ]
     return [g for g in every if not _is_place(g[0])], [g for g in every if _is_place(g[0])], single

@@ -1,7 +1,9 @@
 """What a function can change among the objects that it reaches: containers, attributes, variables.
 
-A holder reads what it holds before a trace and after it, says what differs, undoes that, and can do it again at a later call.
+A holder reads what it holds before a trace and after it, says what differs, undoes that, and can do
+it again at a later call.
 """
+
 from __future__ import annotations
 
 import array
@@ -25,7 +27,8 @@ from bridge.programs.places import DictOf, Entry, InArguments, Place, Slots
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
 #: Attributes that an RNN of PyTorch's makes anew of its parameters when these have been replaced.
 REBUILT = ("_flat_weights", "_flat_weight_refs")
-#: What is to be done ("set", "delete" or a word of the holder's own), at which key, with which value.
+#: What is to be done ("set", "delete" or a word of the holder's own), at which key, with which
+#: value.
 Difference = tuple[str, Any, Any]
 
 
@@ -35,16 +38,20 @@ class Holder:
     Args:
         place: where the dict is.
         of: the object's name, for messages; "" for a dict.
-        counts: whether an attribute of that name is the function's if it holds no tensor of the trace: another thread may have set it.
+        counts: whether an attribute of that name is the function's if it holds no tensor of the
+            trace: another thread may have set it.
 
     Attributes:
         refused: what a function does that changes it, if no program can do that again.
-        of_argument: whether it is an argument, whose numbers are inputs of programs as other arguments are.
+        of_argument: whether it is an argument, whose numbers are inputs of programs as other
+            arguments are.
     """
 
     refused, of_argument = "", False
 
-    def __init__(self, place: Place, of: str = "", counts: Callable[[Any], bool] = lambda name: True) -> None:
+    def __init__(
+        self, place: Place, of: str = "", counts: Callable[[Any], bool] = lambda name: True
+    ) -> None:
         self.place, self.of, self.counts = place, of, counts
 
     def owner(self) -> Any:
@@ -57,14 +64,20 @@ class Holder:
 
     def entry(self, key: Any) -> Place:
         """The place of an entry."""
-        return Place(self.owner(), key, self.of) if self.of and type(self.place) is Place else Entry(self.place, key, self.of)
+        return (
+            Place(self.owner(), key, self.of)
+            if self.of and type(self.place) is Place
+            else Entry(self.place, key, self.of)
+        )
 
     def named(self, key: Any) -> str:
         """An entry in words."""
         return str(self.entry(key))
 
     def read(self, owner: Any) -> Any:
-        """A copy of what it holds; owner: the answer of ``owner`` before the trace, in which another one may take its place."""
+        """A copy of what it holds; owner: the answer of ``owner`` before the trace, in which
+        another one may take its place.
+        """
         return dict(owner)
 
     def at(self, old: Any, key: Any) -> Any:
@@ -100,7 +113,9 @@ class Holder:
 
 
 class Attributes(Holder):
-    """Attributes with these names of an object, a class or a Python module, to be set by setattr."""
+    """Attributes with these names of an object, a class or a Python module,
+    to be set by setattr.
+    """
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         lasts = isinstance(owner, type | types.ModuleType)
@@ -143,7 +158,11 @@ class Variable(Holder):
 
     def read(self, owner: Any) -> dict[None, Any]:
         try:
-            return {None: self.variable.cell_contents if type(self.variable) is types.CellType else self.variable.get()}
+            return {
+                None: self.variable.cell_contents
+                if type(self.variable) is types.CellType
+                else self.variable.get()
+            }
         except (ValueError, LookupError):  # it is not bound
             return {}
 
@@ -157,7 +176,9 @@ class Variable(Holder):
 
 
 class Elements(Holder):
-    """The elements of a list or deque; what is appended is appended again, whatever the list has by then."""
+    """The elements of a list or deque; what is appended is appended again, whatever the list has by
+    then.
+    """
 
     def named(self, key: Any) -> str:
         return str(self.place)
@@ -170,9 +191,12 @@ class Elements(Holder):
 
     def differences(self, old: list[Any], new: list[Any]) -> list[Difference]:
         kept = _agree(old, new)
-        left = next(d for d in range(len(old) + 1) if _agree(old[d:], new) == len(old) - d)  # how many have gone from the front
+        # how many have gone from the front
+        left = next(d for d in range(len(old) + 1) if _agree(old[d:], new) == len(old) - d)
         if len(old) == len(new) and left in (0, len(old)):
-            return [("set", i, v) for i, (u, v) in enumerate(zip(old, new, strict=True)) if u is not v]
+            return [
+                ("set", i, v) for i, (u, v) in enumerate(zip(old, new, strict=True)) if u is not v
+            ]
         if len(old) - left >= kept:
             steps = [("drop", left, None), ("extend", None, new[len(old) - left :])]
         else:
@@ -245,7 +269,8 @@ class Draws(Holder):
 
 
 def _state_of(generator: Any) -> Any:
-    for read in ("getstate", "get_state"):  # of Python's, and of NumPy's own ones and its older class
+    # of Python's, and of NumPy's own ones and its older class
+    for read in ("getstate", "get_state"):
         if hasattr(generator, read):
             return getattr(generator, read)()
     return generator.bit_generator.state
@@ -266,7 +291,10 @@ class Hooks(Holder):
 
 def _agree(old: Sequence[Any], new: Sequence[Any]) -> int:
     """How many of the first elements are the same objects."""
-    return next((i for i, (u, v) in enumerate(zip(old, new, strict=False)) if u is not v), min(len(old), len(new)))
+    return next(
+        (i for i, (u, v) in enumerate(zip(old, new, strict=False)) if u is not v),
+        min(len(old), len(new)),
+    )
 
 
 def _of_container(x: Any, place: Place) -> Holder | None:
@@ -274,13 +302,17 @@ def _of_container(x: Any, place: Place) -> Holder | None:
         return Holder(place)
     if isinstance(x, list | collections.deque):
         return Elements(place)
-    if isinstance(x, set | bytearray | array.array) or (isinstance(x, np.ndarray) and x.ndim and x.flags.writeable):
+    if isinstance(x, set | bytearray | array.array) or (
+        isinstance(x, np.ndarray) and x.ndim and x.flags.writeable
+    ):
         return Content(place)
     return None
 
 
 def holders(found: Found) -> Iterator[Holder]:
-    """The holders among what a function reaches beside its arguments; another thread may have changed attributes that it does not name."""
+    """The holders among what a function reaches beside its arguments; another thread may have
+    changed attributes that it does not name.
+    """
     seen = set[int]()
     for x in [*found.alive, *found.modules.values(), *found.optimizers.values()]:
         if id(x) not in seen and not is_ours(type(x).__module__):
@@ -311,11 +343,16 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
         where = found.containers.get(id(x), [Place(x, None)])[0]
         fixed = where.key is None and where.get() is where.container
         place = Place(attributes, None) if fixed or not is_plain(x) else DictOf(where, None)
-        yield Holder(place, type(x).__name__, lambda name: own or name in _ALWAYS or found.sets(name))
+        yield Holder(
+            place, type(x).__name__, lambda name: own or name in _ALWAYS or found.sets(name)
+        )
     if slots := slots_of(x):
         yield Attributes(x, slots)
     if isinstance(x, torch.nn.Module):
-        for store in [name for name in ("_parameters", "_buffers", "_modules", *HOOKS) if name in x.__dict__]:  # not of ScriptModules
+        # not of ScriptModules
+        for store in [
+            name for name in ("_parameters", "_buffers", "_modules", *HOOKS) if name in x.__dict__
+        ]:
             yield (Hooks if store in HOOKS else Holder)(Place(x.__dict__, store, type(x).__name__))
     if isinstance(x, torch.optim.Optimizer):
         for entries in (x.state, *x.state.values()):
@@ -328,8 +365,11 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
 _ALWAYS = frozenset(["training"])
 
 
-def in_arguments(given: Any, spec: trees.Spec | None, path: tuple[int, ...] = ()) -> Iterator[tuple[Any, InArguments, Holder | None]]:
-    """The nodes among the arguments, a tuple of the positional and the named ones: their places, and a Holder of what can be changed.
+def in_arguments(
+    given: Any, spec: trees.Spec | None, path: tuple[int, ...] = ()
+) -> Iterator[tuple[Any, InArguments, Holder | None]]:
+    """The nodes among the arguments, a tuple of the positional and the named ones: their places,
+    and a Holder of what can be changed.
 
     spec: that of the arguments.
     """
@@ -343,6 +383,10 @@ def in_arguments(given: Any, spec: trees.Spec | None, path: tuple[int, ...] = ()
         if container is not None:
             container.of_argument = True
         yield given, place, container
-    children = [getattr(given, name) for name in spec.context[1]] if opened else trees.children(given) or ()
+    children = (
+        [getattr(given, name) for name in spec.context[1]]
+        if opened
+        else trees.children(given) or ()
+    )
     for i, (child, inner) in enumerate(zip(children, spec.children, strict=True)):
         yield from in_arguments(child, inner, (*path, i))

@@ -1,4 +1,7 @@
-"""Objects among the arguments of a jitted function that are their attributes and hold tensors, such as a batch: taken apart like a dict."""
+"""Objects among the arguments of a jitted function that are their attributes and hold tensors, such
+as a batch: taken apart like a dict.
+"""
+
 from __future__ import annotations
 
 import collections
@@ -26,7 +29,9 @@ def can_be_opened(kind: type, x: Any) -> bool:
 
 
 def is_data(x: Any, deep: int = _DEEP) -> bool:
-    """Whether an object is nothing but tensors and values that are compared by content, at least one tensor among them."""
+    """Whether an object is nothing but tensors and values that are compared by content, at least
+    one tensor among them.
+    """
     found = [0]
 
     def data(value: Any, deep: int) -> bool:
@@ -37,16 +42,21 @@ def is_data(x: Any, deep: int = _DEEP) -> bool:
         if deep == 0:
             return False
         if kind is list or kind is tuple or kind is dict or kind is collections.OrderedDict:
-            return all(data(v, deep - 1) for v in (value.values() if isinstance(value, dict) else value))
+            return all(
+                data(v, deep - 1) for v in (value.values() if isinstance(value, dict) else value)
+            )
         if can_be_opened(kind, value):
             return all(data(v, deep - 1) for v in vars(value).values())
-        return kind in _SINGLE or (kind.__hash__ is not None and not by_identity(value) and not callable(value))
+        return kind in _SINGLE or (
+            kind.__hash__ is not None and not by_identity(value) and not callable(value)
+        )
 
     return data(x, deep) and found[0] > 0
 
 
 def opened(arguments: Any, opens: Callable[[Any], bool]) -> Any:
-    """A tree of arguments with a ``trees.Opened`` in the place of each leaf for which ``opens`` is true, and of the objects in these.
+    """A tree of arguments with a ``trees.Opened`` in the place of each leaf for which ``opens`` is
+    true, and of the objects in these.
 
     None if one object is at two places: it could not be one object in the function.
     """
@@ -54,7 +64,13 @@ def opened(arguments: Any, opens: Callable[[Any], bool]) -> Any:
 
     def inside(x: Any) -> Opened:
         met.append(id(x))
-        return Opened(x, [trees.map_leaves(lambda v: inside(v) if can_be_opened(type(v), v) else v, v) for v in vars(x).values()])
+        return Opened(
+            x,
+            [
+                trees.map_leaves(lambda v: inside(v) if can_be_opened(type(v), v) else v, v)
+                for v in vars(x).values()
+            ],
+        )
 
     found = trees.map_leaves(lambda leaf: inside(leaf) if opens(leaf) else leaf, arguments)
     return found if len({*met}) == len(met) else None

@@ -1,4 +1,7 @@
-"""The places at which a function finds tensors and other objects, so that a program can look at them again at each call."""
+"""The places at which a function finds tensors and other objects, so that a program can look at
+them again at each call.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +22,8 @@ class Place:
     """The place of an object; ``get()`` returns the object that is there now.
 
     Attributes:
-        container, key: a dict, list or tuple and the key in it; if key is None, the container is a cell, or the object itself.
+        container, key: a dict, list or tuple and the key in it; if key is None, the container is a
+            cell, or the object itself.
         owner: the name, for messages, of the object that the container belongs to.
     """
 
@@ -29,7 +33,11 @@ class Place:
 
     def get(self) -> Any:
         if self.key is None:
-            return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container
+            return (
+                self.container.cell_contents
+                if isinstance(self.container, types.CellType)
+                else self.container
+            )
         return self.container[self.key]
 
     @property
@@ -39,7 +47,9 @@ class Place:
 
     @property
     def names(self) -> tuple[Any, ...]:
-        """The names by which code gets there: of a variable or attribute, and of entries of dicts; None stands for another way."""
+        """The names by which code gets there: of a variable or attribute, and of entries of dicts;
+        None stands for another way.
+        """
         if isinstance(self.container, types.CellType):
             return (self.owner.removeprefix(VARIABLE),)
         return (self.key if self.owner and type(self.key) is str else None,)
@@ -49,11 +59,17 @@ class Place:
             return self.owner or "a value that the function uses"
         if self.owner == GLOBAL:
             return f"{self.owner} {self.key}"
-        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of a {type(self.container).__name__}"
+        return (
+            f"{self.owner}.{self.key}"
+            if self.owner
+            else f"the entry {self.key!r} of a {type(self.container).__name__}"
+        )
 
 
 class Entry(Place):
-    """The entry of a list, tuple, deque or dict that is at another place, the container, where another one may take its place."""
+    """The entry of a list, tuple, deque or dict that is at another place, the container, where
+    another one may take its place.
+    """
 
     __slots__ = ()
 
@@ -70,11 +86,17 @@ class Entry(Place):
         return (own,) if self.owner else (*self.container.names, own)
 
     def __str__(self) -> str:
-        return f"{self.owner}.{self.key}" if self.owner else f"the entry {self.key!r} of {self.container}"
+        return (
+            f"{self.owner}.{self.key}"
+            if self.owner
+            else f"the entry {self.key!r} of {self.container}"
+        )
 
 
 class Slots:
-    """The attributes of an object without a ``__dict__``, as a container; it refers to the object weakly if the object allows that."""
+    """The attributes of an object without a ``__dict__``, as a container; it refers to the object
+    weakly if the object allows that.
+    """
 
     def __init__(self, owner: Any) -> None:
         try:
@@ -87,7 +109,9 @@ class Slots:
 
 
 class Asked(Place):
-    """The answer of the container, which is called at each call: a context variable's value, whether one tensor is at two places."""
+    """The answer of the container, which is called at each call: a context variable's value,
+    whether one tensor is at two places.
+    """
 
     __slots__ = ()
 
@@ -159,6 +183,8 @@ class GradOf(Place):
 
 
 class Referent(Asked):
-    """The object that a weak reference, the container, refers to; the place does not keep it alive."""
+    """The object that a weak reference, the container, refers to;
+    the place does not keep it alive.
+    """
 
     __slots__ = ()

@@ -1,9 +1,12 @@
-"""Un-jitted code as a record: Python runs at each call, once and in order; its operators are written down and run as one program.
+"""Un-jitted code as a record: Python runs at each call, once and in order; its operators are
+written down and run as one program.
 
-Some functions cannot be recorded: they use jax.Arrays, hooks on gradients, a mode of the user's, and others.
-``Unrecordable`` says why.  Such a call goes on in PyTorch itself; the function's next calls run there from the beginning.
+Some functions cannot be recorded: they use jax.Arrays, hooks on gradients, a mode of the user's,
+and others. ``Unrecordable`` says why. Such a call goes on in PyTorch itself; the function's next
+calls run there from the beginning.
 
-- ``transforms``: decides whether a transform is recorded, runs its function meanwhile, and gives its results.
+- ``transforms``: decides whether a transform is recorded, runs its function meanwhile, and gives
+  its results.
 - ``recorder``: writes torch functions down as entries; a transform is a begin and an end.
 - ``entries``: what one entry holds, and walks over an operator's arguments.
 - ``inference``: makes an operator's entry: the shapes and dtypes of its results.

@@ -1,11 +1,14 @@
-"""Compiled records in the user's cache folder: the next process loads the programs that this one has compiled.
+"""Compiled records in the user's cache folder: the next process loads the programs that this one
+has compiled.
 
-A file's name is a hash of the record in words and of everything else that its program depends on: the versions, our own files, the
-processor.  A record is not stored if it holds an object for which no words mean the same in another process.
+A file's name is a hash of the record in words and of everything else that its program depends on:
+the versions, our own files, the processor. A record is not stored if it holds an object for which
+no words mean the same in another process.
 
-The files are pickles of compiled programs: who can write one can run code in the process that loads it.  So a folder or a file that
-another user owns, or can write to, is not used (see SECURITY.md).
+The files are pickles of compiled programs: who can write one can run code in the process that loads
+it. So a folder or a file that another user owns, or can write to, is not used (see SECURITY.md).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -32,9 +35,22 @@ from bridge.record.entries import Begin, End, Input, Left, Number, Op, Out, Pull
 from bridge.record.tensor import Aval
 
 _BYTES = 256 * 2**20  # limit for all files together; the least recently used ones are removed first
-_PLAIN = frozenset({
-    int, float, bool, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format,
-})  # fmt: skip
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        bytes,
+        complex,
+        type(None),
+        type(Ellipsis),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
 
 
 class _Unsaid(Exception):
@@ -55,7 +71,10 @@ def _words(x: Any) -> str:
         return repr(x)
     if kind is Op:
         if x.words is None:
-            x.words = f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}{_words(x.autocast)}"
+            x.words = (
+                f"{_function(x.func)}{_words(x.args)}{_words(x.kwargs)}{x.grad}{_words(x.outs)}"
+                f"{_words(x.autocast)}"
+            )
         return x.words
     if kind in (Ref, Number, Out, Input, Begin, End, Pull, Left):
         return f"{kind.__name__}({','.join([_words(getattr(x, name)) for name in kind.__slots__])})"
@@ -67,15 +86,24 @@ def _words(x: Any) -> str:
 @functools.lru_cache(4096)
 def _function(func: Callable[..., Any]) -> str:
     owner = getattr(func, "__self__", None)
-    module = getattr(func, "__module__", None) or getattr(getattr(func, "__objclass__", None), "__module__", "")
-    if not str(module or getattr(owner, "__module__", "")).startswith("torch") and not isinstance(owner, type(torch.Tensor.T)):
+    module = getattr(func, "__module__", None) or getattr(
+        getattr(func, "__objclass__", None), "__module__", ""
+    )
+    if not str(module or getattr(owner, "__module__", "")).startswith("torch") and not isinstance(
+        owner, type(torch.Tensor.T)
+    ):
         raise _Unsaid  # a user's function may change and keep its name
-    return f"{type(func).__name__}:{module}:{getattr(func, '__qualname__', '')}:{getattr(owner, '__name__', '')}"
+    return (
+        f"{type(func).__name__}:{module}:{getattr(func, '__qualname__', '')}:"
+        f"{getattr(owner, '__name__', '')}"
+    )
 
 
 @functools.cache
 def place() -> tuple[Path, str] | None:
-    """The folder, and a text of the state that all programs depend on; None if the cache is off or no folder can be written to."""
+    """The folder, and a text of the state that all programs depend on; None if the cache is off or
+    no folder can be written to.
+    """
     if os.environ.get("TORCHFUNC_JAX_CACHE", "1") == "0" or jax.default_backend() != "cpu":
         return None
     here = Path(__file__).resolve().parents[2]
@@ -83,39 +111,67 @@ def place() -> tuple[Path, str] | None:
     ours = [(str(p), s.st_mtime_ns, s.st_size) for p in files if (s := p.stat())]
     flags = ""
     with contextlib.suppress(OSError):
-        flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+        flags = next(
+            (
+                line
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("flags")
+            ),
+            "",
+        )
     said = (
-        torch.__version__, jax.__version__, jaxlib.__version__, sys.version, platform.machine(), flags, ours,
-        os.environ.get("XLA_FLAGS", ""), os.cpu_count(),
+        torch.__version__,
+        jax.__version__,
+        jaxlib.__version__,
+        sys.version,
+        platform.machine(),
+        flags,
+        ours,
+        os.environ.get("XLA_FLAGS", ""),
+        os.cpu_count(),
     )
     folder = _folder()
     return None if folder is None else (folder, repr(said))
 
 
 def _folder() -> Path | None:
-    """The folder, which is made if there is none; None if it cannot be written to, or not by this user alone."""
+    """The folder, which is made if there is none; None if it cannot be written to, or not by this
+    user alone.
+    """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchfunc_jax" / "programs"
+        folder = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "torchfunc_jax"
+            / "programs"
+        )
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         private = _is_private(folder.stat())
     except (OSError, RuntimeError):
         return None
     if not private:
         log_once(
-            "%s: expected a folder that you own and nobody else can write to, because programs that are loaded from it can run code; it is "
-            "not used, and programs are not kept for the next process. chmod go-w, or set XDG_CACHE_HOME to a folder of your own",
-            folder, exc_info=None,
+            "%s: expected a folder that you own and nobody else can write to, because programs "
+            "that are loaded from it can run code; it is not used, and programs are not kept for "
+            "the next process. chmod go-w, or set XDG_CACHE_HOME to a folder of your own",
+            folder,
+            exc_info=None,
         )
         return None
     return folder
 
 
 def _is_private(of: os.stat_result) -> bool:
-    """Whether nobody but this user and root can write to a file or folder; Windows keeps others out of a user's folders itself."""
-    return not hasattr(os, "geteuid") or (of.st_uid in (0, os.geteuid()) and not of.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    """Whether nobody but this user and root can write to a file or folder; Windows keeps others out
+    of a user's folders itself.
+    """
+    return not hasattr(os, "geteuid") or (
+        of.st_uid in (0, os.geteuid()) and not of.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
-def path_of(trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], ambient: tuple[Any, ...]) -> Path | None:
+def path_of(
+    trace: Sequence[tuple[Any, tuple[int, ...]]], refs: Sequence[int], ambient: tuple[Any, ...]
+) -> Path | None:
     """The file for the program of a record; None if that program cannot be stored."""
     where = place()
     if where is None or OVERRIDDEN:
@@ -132,12 +188,15 @@ def load(path: Path) -> dict[str, Any] | None:
     """The data that were saved there; None if there are none that can be used."""
     try:
         with path.open("rb") as file:
-            private = _is_private(os.fstat(file.fileno()))  # of what is open: another file may get this name meanwhile
+            # of what is open: another file may get this name meanwhile
+            private = _is_private(os.fstat(file.fileno()))
             stored = file.read() if private else b""
         if not private:
             log_once(
-                "%s: a stored program that another user owns or can write to could run that user's code: it and others like it are not "
-                "read, but removed and compiled anew", path, exc_info=None,
+                "%s: a stored program that another user owns or can write to could run that user's "
+                "code: it and others like it are not read, but removed and compiled anew",
+                path,
+                exc_info=None,
             )
             os.unlink(path)
             return None
@@ -145,11 +204,14 @@ def load(path: Path) -> dict[str, Any] | None:
     except OSError:  # there is none
         return None
     digest, data = stored[:32], stored[32:]
-    return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None  # XLA would run the code of a damaged file
+    # XLA would run the code of a damaged file
+    return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
 
 
 def save(path: Path, what: dict[str, Any]) -> None:
-    """Write the data in one step; then remove the least recently used files if all together are too large."""
+    """Write the data in one step; then remove the least recently used files if all together are too
+    large.
+    """
     data = pickle.dumps(what)
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
@@ -179,13 +241,21 @@ def packed(compiled: jax.stages.Compiled) -> tuple[Any, ...]:
     """A compiled function as data."""
     try:
         return serialize_executable.serialize(compiled)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, AttributeError, pickle.PicklingError) as error:
+    except (
+        jax.errors.JaxRuntimeError,
+        NotImplementedError,
+        ValueError,
+        AttributeError,
+        pickle.PicklingError,
+    ) as error:
         raise Refused from error  # AttributeError: pickle's for a local function
 
 
 @functools.cache
 def _find_lapack() -> None:
-    """JAX looks for LAPACK's functions when a process lowers an operator that calls one; until then a call of one ends the process."""
+    """JAX looks for LAPACK's functions when a process lowers an operator that calls one; until then
+    a call of one ends the process.
+    """
     jax.jit(jax.numpy.linalg.cholesky).lower(jax.ShapeDtypeStruct((1, 1), "float32"))
 
 

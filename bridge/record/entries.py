@@ -1,4 +1,7 @@
-"""The entries of a record: what an operator, a transform or an input is written down as, and walks over an operator's arguments."""
+"""The entries of a record: what an operator, a transform or an input is written down as, and walks
+over an operator's arguments.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,7 +16,9 @@ from bridge.record.tensor import Aval
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Ref:
-    """The place of an operand, the k-th, among an operator's arguments; among its results, the same tensor, changed in place."""
+    """The place of an operand, the k-th, among an operator's arguments; among its results, the same
+    tensor, changed in place.
+    """
 
     k: int
 
@@ -35,13 +40,15 @@ class Out:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Op:
-    """An operator with its static arguments, its operands' shapes, and a description of its results.
+    """An operator with its static arguments, its operands' shapes, and a description of its
+    results.
 
     Attributes:
         grad: the grad mode.
         changed: the positions of the operands that it writes to, with their avals afterwards.
         numbers: how many Python numbers it takes from the program's inputs.
-        draws, by_value: whether it draws random numbers, and whether these depend on its operands' values.
+        draws, by_value: whether it draws random numbers, and whether these depend on its operands'
+            values.
         views: whether its results may share memory with its operands.
         autocast: the state of autocast (``guards.autocast``), if it is on.
         single: the aval of its only result, if it writes nothing.
@@ -72,7 +79,9 @@ class Op:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Begin:
-    """A transform begins: its kind, its static arguments, and how many arguments its function gets."""
+    """A transform begins: its kind, its static arguments,
+    and how many arguments its function gets.
+    """
 
     kind: str
     params: Any
@@ -90,7 +99,9 @@ class End:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pull:
-    """A call of the function that vjp or linearize has returned; node: the number of that transform's first result."""
+    """A call of the function that vjp or linearize has returned; node: the number of that
+    transform's first result.
+    """
 
     node: int
     made: int
@@ -98,7 +109,9 @@ class Pull:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Left:
-    """A value from inside of transforms that have ended, which their function has kept, outside of them."""
+    """A value from inside of transforms that have ended, which their function has kept, outside of
+    them.
+    """
 
     made: int = 1
 
@@ -123,13 +136,15 @@ def interned(kind: Any, *what: Any) -> Any:
     return kind(*what)
 
 
-#: Functions that record what is neither a torch function nor a transform of ours, by name.  Each file enters its function here when it is
-#: imported.
+#: Functions that record what is neither a torch function nor a transform of ours, by name. Each
+#: file enters its function here when it is imported.
 PARTS: dict[str, Callable[..., Any]] = {}
 
 
 def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
-    """An operator's arguments with fn applied to everything in them that is no list, tuple, dict or slice."""
+    """An operator's arguments with fn applied to everything in them that is no list, tuple, dict or
+    slice.
+    """
     kind = type(x)
     if kind is list:
         return [mapped(fn, v) for v in x]
@@ -144,7 +159,9 @@ def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
 
 def filled(x: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     """An operator's arguments with these operands and numbers at their places."""
-    return mapped(lambda v: tensors[v.k] if type(v) is Ref else numbers[v.k] if type(v) is Number else v, x)
+    return mapped(
+        lambda v: tensors[v.k] if type(v) is Ref else numbers[v.k] if type(v) is Number else v, x
+    )
 
 
 def tensors_in(x: Any) -> list[torch.Tensor]:
@@ -161,5 +178,7 @@ def with_values(x: Any, values: Sequence[torch.Tensor]) -> Any:
 
 
 def functions_of(owner: Any, names: str) -> list[Any]:
-    """The functions of torch or torch.Tensor with these names, separated by spaces; those that this PyTorch lacks are left out."""
+    """The functions of torch or torch.Tensor with these names, separated by spaces; those that this
+    PyTorch lacks are left out.
+    """
     return [f for n in names.split() if (f := getattr(owner, n, None)) is not None]

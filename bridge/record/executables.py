@@ -1,7 +1,10 @@
-"""What XLA has compiled, found by what it computes: in this process, and in the user's cache folder.
+"""What XLA has compiled, found by what it computes: in this process, and in the user's cache
+folder.
 
-A new function or module that computes what another one has computed compiles nothing, and neither does the next process.
+A new function or module that computes what another one has computed compiles nothing, and neither
+does the next process.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -27,16 +30,26 @@ jax.monitoring.register_event_listener(_count)
 
 
 def name_of(lowered: jax.stages.Lowered, device: jax.Device) -> str | None:
-    """A name of what a lowered function computes, the same in each process; None if it calls Python, which only this process can."""
+    """A name of what a lowered function computes, the same in each process; None if it calls
+    Python, which only this process can.
+    """
     text = lowered.as_text()
     if "callback" in text:
         return None
-    said = (text, lowered.in_tree, lowered.out_tree, device, compiling.options(), len(jax.devices()))
+    said = (
+        text,
+        lowered.in_tree,
+        lowered.out_tree,
+        device,
+        compiling.options(),
+        len(jax.devices()),
+    )
     return hashlib.sha256("|".join(map(str, said)).encode()).hexdigest()
 
 
 def found(name: str | None, fast: bool, stored: bool) -> tuple[jax.stages.Compiled | None, bool]:
-    """The executable of this name, or None, and whether XLA can serialize it: not if it was loaded from a cache folder itself.
+    """The executable of this name, or None, and whether XLA can serialize it: not if it was loaded
+    from a cache folder itself.
 
     fast: compiled without optimization.  stored: look into the cache folder too.
     """
@@ -50,7 +63,9 @@ def found(name: str | None, fast: bool, stored: bool) -> tuple[jax.stages.Compil
 
 
 def keep(name: str | None, fast: bool, executable: jax.stages.Compiled, storable: bool) -> None:
-    """Keep an executable for other functions of this process that compute the same; storable: whether XLA can serialize it."""
+    """Keep an executable for other functions of this process that compute the same; storable:
+    whether XLA can serialize it.
+    """
     if name is not None:
         process.executables.add((name, fast), (executable, storable))
 
@@ -79,5 +94,8 @@ def _loaded(path: Path) -> jax.stages.Compiled | None:
             os.unlink(path)
         return None
     except Exception:
-        log_once("a stored program could not be loaded: programs that earlier processes have stored are compiled anew")
+        log_once(
+            "a stored program could not be loaded: programs that earlier "
+            "processes have stored are compiled anew"
+        )
         return None

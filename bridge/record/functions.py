@@ -1,7 +1,9 @@
-"""torch.autograd.Function and torch.utils.checkpoint as parts of a record: their functions are written down.
+"""torch.autograd.Function and torch.utils.checkpoint as parts of a record: their functions are
+written down.
 
 Of a Function, its forward is written down, with the values that its context keeps.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -36,11 +38,16 @@ class _Ended:
     kept: Same  # and of the values that its context keeps
     constant: tuple[bool, ...]  # for each output that is a tensor: whether it has no gradient
     materialize: bool
-    needs: tuple[bool, ...] | None  # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
+    # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
+    needs: tuple[bool, ...] | None
 
 
-def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode: bool) -> Callable[..., Any] | None:
-    """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward down, with what its context keeps."""
+def _function(
+    cls: type[torch.autograd.Function], recording: bool, forward_mode: bool
+) -> Callable[..., Any] | None:
+    """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward
+    down, with what its context keeps.
+    """
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
     refused = None
@@ -49,7 +56,10 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
     if cls.__module__.startswith("torch."):
         refused = cls.__name__
     elif new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
-        refused = "a Function with two rules for vmap, or none: whether that matters shows where the values are known"
+        refused = (
+            "a Function with two rules for vmap, or none: whether that matters shows where the "
+            "values are known"
+        )
     if refused is not None:
         raise Unrecordable(refused)
 
@@ -60,7 +70,8 @@ def _function(cls: type[torch.autograd.Function], recording: bool, forward_mode:
         call = _Call(cls, args, recording, forward_mode, new_style)
         replaced = own_vmap and state.recorder.mapped() > 0
         try:
-            with having(state.recorder, resumable=False):  # PyTorch is inside of the Function: it could only go on from its start
+            # PyTorch is inside of the Function: it could only go on from its start
+            with having(state.recorder, resumable=False):
                 out = transform(call.user, args, call.record)
         except Exception as error:
             if replaced:
@@ -77,10 +88,23 @@ class _Call:
     """One call of a Function, to be written down."""
 
     def __init__(
-        self, cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, forward_mode: bool, new_style: bool
+        self,
+        cls: type[torch.autograd.Function],
+        args: tuple[Any, ...],
+        recording: bool,
+        forward_mode: bool,
+        new_style: bool,
     ) -> None:
-        self.cls, self.args, self.recording, self.forward_mode, self.new_style = cls, args, recording, forward_mode, new_style
-        self.ctx = intercepted.Context(tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args]))
+        self.cls, self.args, self.recording, self.forward_mode, self.new_style = (
+            cls,
+            args,
+            recording,
+            forward_mode,
+            new_style,
+        )
+        self.ctx = intercepted.Context(
+            tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+        )
         self.attributes = set(vars(self.ctx))
 
     def user(self, ctx: Any, *args: Any) -> Any:
@@ -98,12 +122,15 @@ class _Call:
         given = _meta(self.args, trees.joined(*[trees.LEAF] * len(self.args)))
         first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
         with torch.set_grad_enabled(self.recording):  # the grad mode around the call
-            arguments = recorder.begin("function", (self.cls, given), operands, list(map(aval_of, operands)))
+            arguments = recorder.begin(
+                "function", (self.cls, given), operands, list(map(aval_of, operands))
+            )
         filled = put_together(arguments, given.value)
         ctx = self.ctx
 
         def forward() -> Any:
-            with private.set_forward_mode_enabled(recorder.forward_mode):  # PyTorch has switched forward mode off
+            # PyTorch has switched forward mode off
+            with private.set_forward_mode_enabled(recorder.forward_mode):
                 return self.user(ctx, *filled)
 
         def finish(out: Any) -> tuple[list[Any], Any]:
@@ -114,20 +141,39 @@ class _Call:
             if self.new_style:
                 intercepted.refuse_saved_inputs(ctx, filled, out)
             kept = {name: x for name, x in vars(ctx).items() if name not in self.attributes}
-            kept_leaves, kept_spec = trees.flatten((list(ctx.to_save), list(ctx.saved_for_forward), kept))
+            kept_leaves, kept_spec = trees.flatten(
+                (list(ctx.to_save), list(ctx.saved_for_forward), kept)
+            )
             results = tensors + _tensors(kept_leaves)
-            begun = len(recorder.inputs) - inputs == sum(recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id)
-            refs = [r for _, rs in recorder.trace[start:] for r in rs] + [recorder.ref(t) for t in results]
+            begun = len(recorder.inputs) - inputs == sum(
+                recorder.by_id[id(t)] >= first for t in operands if id(t) in recorder.by_id
+            )
+            refs = [r for _, rs in recorder.trace[start:] for r in rs] + [
+                recorder.ref(t) for t in results
+            ]
             mine = arguments[0].ref
             if ctx.dirty_tensors or not begun or any(r < mine for r in refs[len(operands) :]):
-                raise Unrecordable("a Function that writes to its arguments, or uses tensors from outside")
+                raise Unrecordable(
+                    "a Function that writes to its arguments, or uses tensors from outside"
+                )
             no_gradient = ctx.non_differentiable
-            constant = tuple([any(t is c for c in no_gradient) or not (t.is_floating_point() or t.is_complex()) for t in tensors])
+            constant = tuple(
+                [
+                    any(t is c for c in no_gradient)
+                    or not (t.is_floating_point() or t.is_complex())
+                    for t in tensors
+                ]
+            )
             needs = self.recording and any(t.requires_grad for t in operands)
-            avals = [a.like(a.shape, needs and not c) for a, c in zip(map(aval_of, tensors), constant, strict=True)]
+            avals = [
+                a.like(a.shape, needs and not c)
+                for a, c in zip(map(aval_of, tensors), constant, strict=True)
+            ]
             outs = _meta(leaves, spec)
             asked = ctx.needs_input_grad if ctx.asked() else None
-            ended = _Ended(outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, asked)
+            ended = _Ended(
+                outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, asked
+            )
             return recorder.end(ended, results, avals), outs
 
         made, outs = inside(recorder, forward, finish)
@@ -142,7 +188,13 @@ def _meta(leaves: Sequence[Any], spec: Any) -> Same:
     """What ``put_together`` needs of a tree with these leaves, as a key."""
     is_tensor = tuple([isinstance(x, torch.Tensor) for x in leaves])
     try:
-        return Same((spec, tuple([None if t else x for x, t in zip(leaves, is_tensor, strict=True)]), is_tensor))
+        return Same(
+            (
+                spec,
+                tuple([None if t else x for x, t in zip(leaves, is_tensor, strict=True)]),
+                is_tensor,
+            )
+        )
     except TypeError:
         raise Unrecordable("an argument of a Function that is not hashable") from None
 
@@ -153,12 +205,19 @@ def _function_again(
     cls, given = params
 
     def forward(ctx: Any, *args: Any) -> Any:
-        # body comes from the class: as a closure variable it would be searched for tensors, and those of the whole record found
+        # body comes from the class: as a closure variable it would be searched for tensors, and
+        # those of the whole record found
         found = vars(again)["body"](*_tensors(args))
-        n = len(end.constant)  # only here: a run that shows a tensor of the forward has no end, and does not come here
+        # only here: a run that shows a tensor of the forward has no end, and does not come here
+        n = len(end.constant)
         if end.needs is not None:
-            if any(needed and not known for needed, known in zip(ctx.needs_input_grad, end.needs, strict=True)):
-                raise Unrecordable("a Function that asks which arguments need a gradient, in nested transforms")
+            if any(
+                needed and not known
+                for needed, known in zip(ctx.needs_input_grad, end.needs, strict=True)
+            ):
+                raise Unrecordable(
+                    "a Function that asks which arguments need a gradient, in nested transforms"
+                )
             ctx.needs_input_grad = end.needs
         saved, saved_forward, attributes = put_together(found[n:], end.kept.value)
         ctx.save_for_backward(*saved)
@@ -169,47 +228,73 @@ def _function_again(
             setattr(ctx, name, x)
         return put_together(found[:n], end.outs.value)
 
-    again: Any = type(cls.__name__, (cls,), {
-        "forward": staticmethod(forward), "setup_context": staticmethod(torch.autograd.Function.setup_context), "body": body,
-    })  # fmt: skip
+    again: Any = type(
+        cls.__name__,
+        (cls,),
+        {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(torch.autograd.Function.setup_context),
+            "body": body,
+        },
+    )
     return take_apart(again.apply(*put_together(operands, given.value)))[0], None
 
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write torch.utils.checkpoint down as a part of the record; its function's values are computed again in the backward pass."""
+    """Write torch.utils.checkpoint down as a part of the record; its function's values are computed
+    again in the backward pass.
+    """
     done = called("checkpoint", function, args, kwargs)
     return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
 
 
-def called(kind: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write down a call that changes no values, or make a record of it and run that; returns what ``transform`` does."""
+def called(
+    kind: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Write down a call that changes no values, or make a record of it and run that; returns what
+    ``transform`` does.
+    """
     leaves, spec = trees.flatten((args, kwargs))
 
     def record(recorder: Recorder) -> Recording:
         avals = list(map(aval_of, _tensors(leaves)))
         tensors, meta = entered(recorder, function, kind, (), leaves, spec, avals, (), take_apart)
-        ended = recorder.end((), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)])
+        ended = recorder.end(
+            (), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)]
+        )
         return ended, lambda outs: put_together(outs, meta)
 
     return transform(function, leaves, record)
 
 
-def _checkpoint_again(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:
+def _checkpoint_again(
+    body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any
+) -> tuple[list[torch.Tensor], None]:
     return list(torch.utils.checkpoint.checkpoint(body, *operands, use_reentrant=False)), None
 
 
-def _functionalized(body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any) -> tuple[list[torch.Tensor], None]:
-    """torch.func writes to an argument when the function has ended: results that have the argument's memory are no longer it."""
+def _functionalized(
+    body: Callable[..., Any], operands: list[torch.Tensor], _: Any, __: Any
+) -> tuple[list[torch.Tensor], None]:
+    """torch.func writes to an argument when the function has ended: results that have the
+    argument's memory are no longer it.
+    """
     before = [node_of(t).root.version for t in operands]
     outs = body(*operands)
-    written = {node_of(t).root for t, version in zip(operands, before, strict=True) if node_of(t).root.version != version}
+    written = {
+        node_of(t).root
+        for t, version in zip(operands, before, strict=True)
+        if node_of(t).root.version != version
+    }
     return [t.clone() if node_of(t).root in written else t for t in outs], None
 
 
 def _functionalized_in_torch(operands: Sequence[torch.Tensor], _: Any) -> Level:
     before = [_version(t) for t in operands]
     results, _ = yield list(operands)
-    written = {id(_whole(t)) for t, version in zip(operands, before, strict=True) if _version(t) != version}
+    written = {
+        id(_whole(t)) for t, version in zip(operands, before, strict=True) if _version(t) != version
+    }
     return [t.clone() if id(_whole(t)) in written else t for t in results], None
 
 
@@ -223,5 +308,7 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
 
 
 PARTS.update(function=_function, checkpoint=_checkpoint)
-TRANSFORMS.update(function=_function_again, checkpoint=_checkpoint_again, functionalize=_functionalized)
+TRANSFORMS.update(
+    function=_function_again, checkpoint=_checkpoint_again, functionalize=_functionalized
+)
 LEVELS["functionalize"] = _functionalized_in_torch

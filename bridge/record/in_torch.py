@@ -1,8 +1,11 @@
-"""Goes on in PyTorch itself where a function cannot be recorded to its end, so that its Python runs once.
+"""Goes on in PyTorch itself where a function cannot be recorded to its end, so that its Python runs
+once.
 
-What is recorded so far is repeated on real tensors, inside of the levels by which torch.func keeps its own transforms apart, and the
-recorded tensors that the function holds become these tensors.  Then the function goes on as torch.func would have run it.
+What is recorded so far is repeated on real tensors, inside of the levels by which torch.func keeps
+its own transforms apart, and the recorded tensors that the function holds become these tensors.
+Then the function goes on as torch.func would have run it.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -18,12 +21,15 @@ from bridge.record import replay
 from bridge.record.entries import Begin, Op
 from bridge.record.tensor import Recorded, Unrecordable
 
-#: What pulls cotangents back, or pushes tangents forward, through a function that vjp or linearize has run.
+#: What pulls cotangents back, or pushes tangents forward, through a function that vjp or linearize
+#: has run.
 Pull = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-#: A transform that PyTorch runs.  It gives a list of the arguments of its function, in which other objects may be put for the same tensors,
-#: is sent the function's results and the params of the End, and returns the transform's results and a Pull.
+#: A transform that PyTorch runs. It gives a list of the arguments of its function, in which other
+#: objects may be put for the same tensors, is sent the function's results and the params of the
+#: End, and returns the transform's results and a Pull.
 Level = Generator[list[torch.Tensor], Any, tuple[list[torch.Tensor], Pull | None]]
-#: By a transform's kind, the function that runs it so; it takes the operands and the params of the Begin.
+#: By a transform's kind, the function that runs it so; it takes the operands and the params of the
+#: Begin.
 LEVELS: dict[str, Callable[[Sequence[torch.Tensor], Any], Level]] = {}
 
 
@@ -42,17 +48,23 @@ LEVELS["checkpoint"] = _called
 
 
 class InTorch(replay.Run):
-    """The transforms of one call that PyTorch runs; numbers: the Python numbers of the record that is repeated."""
+    """The transforms of one call that PyTorch runs; numbers: the Python numbers of the record that
+    is repeated.
+    """
 
     def __init__(self, numbers: Sequence[Any] = ()) -> None:
         super().__init__(numbers)
         self.entered: list[Level] = []
-        self.held: dict[int, Recorded] = {}  # the recorded tensors that are to become those that PyTorch computes
+        # the recorded tensors that are to become those that PyTorch computes
+        self.held: dict[int, Recorded] = {}
         self.known: set[int] = set()  # the ids of tensors that are some object already
         self.pull: Pull | None = None  # of the transform that has ended last
 
     def whole(
-        self, trace: Sequence[tuple[Any, tuple[int, ...]]], inputs: Sequence[torch.Tensor], tensors: Sequence[Recorded] = ()
+        self,
+        trace: Sequence[tuple[Any, tuple[int, ...]]],
+        inputs: Sequence[torch.Tensor],
+        tensors: Sequence[Recorded] = (),
     ) -> None:
         """Repeat a record; its transforms that have not ended stay entered.
 
@@ -82,14 +94,20 @@ class InTorch(replay.Run):
             held = self.held.pop(ref, None)
             if held is not None:
                 own = id(t) not in self.known and private.only_python_refers(t)
-                attributes = {name: x for name, x in vars(held).items() if name not in ("ref", "aval", "level", "before")}
+                attributes = {
+                    name: x
+                    for name, x in vars(held).items()
+                    if name not in ("ref", "aval", "level", "before")
+                }
                 torch.utils.swap_tensors(held, t if own else t.view_as(t))
                 vars(held).update(attributes)
                 t = held
             self.env[ref] = t
             self.known.add(id(t))
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return called_in_torch(func, args, kwargs)
 
     def other(self, op: Op) -> None:
@@ -120,7 +138,9 @@ class InTorch(replay.Run):
         return arguments
 
     def end(self, params: Any, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Leave the innermost transform, whose function has these results; returns the transform's own, and keeps its pull."""
+        """Leave the innermost transform, whose function has these results; returns the transform's
+        own, and keeps its pull.
+        """
         try:
             self.entered.pop().send((results, params))
         except StopIteration as ended:

@@ -1,9 +1,12 @@
-"""Finds parts of a record that repeat, and makes loops of them: thirty equal steps are traced and compiled as one step.
+"""Finds parts of a record that repeat, and makes loops of them: thirty equal steps are traced and
+compiled as one step.
 
-A step is a sequence of operators that repeats several times without a gap, with the same static arguments and shapes.  Each operand is
-the same tensor in all repetitions, or a value of the repetition before (it is carried), or a value of the same repetition.  Python numbers
-may differ between repetitions.
+A step is a sequence of operators that repeats several times without a gap, with the same static
+arguments and shapes. Each operand is the same tensor in all repetitions, or a value of the
+repetition before (it is carried), or a value of the same repetition. Python numbers may differ
+between repetitions.
 """
+
 from __future__ import annotations
 
 import collections
@@ -12,7 +15,8 @@ from typing import Any
 
 from bridge.record.entries import Op, Out
 
-_TIMES, _ENTRIES = 4, 48  # fewer repetitions, or fewer operators in all of them, are not worth a loop
+# fewer repetitions, or fewer operators in all of them, are not worth a loop
+_TIMES, _ENTRIES = 4, 48
 _PERIODS = 6  # how many step lengths are tried at one entry
 
 
@@ -21,9 +25,11 @@ class Loop:
     """A step that repeats.
 
     Attributes:
-        entries: those of the first repetition: (operator, operands, first number of its results); an operand is the number of a value
-            that all repetitions share, or ("carried", k), or ("own", number in the first repetition).
-        carried: for each carried value, its number before the first repetition, and its number after it.
+        entries: those of the first repetition: (operator, operands, first number of its results);
+            an operand is the number of a value that all repetitions share, or ("carried", k), or
+            ("own", number in the first repetition).
+        carried: for each carried value, its number before the first repetition, and its number
+            after it.
         last: for each carried value, its number after the last repetition.
         plain: the entries of all repetitions, as they stand in the record.
     """
@@ -48,7 +54,10 @@ def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
         uses: how often each value is used in the whole record.
         since: the number of the first value that may be made in a loop.
     """
-    marks = [id(e[0]) if type(e) is tuple and e[2] >= since and _simple(e[0]) else -k for k, e in enumerate(entries, 1)]
+    marks = [
+        id(e[0]) if type(e) is tuple and e[2] >= since and _simple(e[0]) else -k
+        for k, e in enumerate(entries, 1)
+    ]
     places: dict[int, list[int]] = {}
     for at, mark in enumerate(marks):
         places.setdefault(mark, []).append(at)
@@ -62,7 +71,9 @@ def rolled(entries: list[Any], uses: dict[int, int], since: int) -> list[Any]:
 
 
 def _simple(what: object) -> bool:
-    """Whether it is an operator under grad mode that writes nothing and whose results are all tensors."""
+    """Whether it is an operator under grad mode that writes nothing and whose results are all
+    tensors.
+    """
     if type(what) is not Op or what.changed or not what.grad:
         return False
     outs = [what.outs] if type(what.outs) is Out else what.outs
@@ -70,7 +81,11 @@ def _simple(what: object) -> bool:
 
 
 def _loop_at(
-    entries: list[Any], marks: list[int], places: dict[int, list[int]], at: int, uses: dict[int, int]
+    entries: list[Any],
+    marks: list[int],
+    places: dict[int, list[int]],
+    at: int,
+    uses: dict[int, int],
 ) -> Loop | None:
     later = places[marks[at]]
     for place in later[(k := later.index(at)) + 1 : k + 1 + _PERIODS]:
@@ -78,7 +93,8 @@ def _loop_at(
         same = 0
         while place + same < len(marks) and marks[at + same] == marks[place + same]:
             same += 1
-        times = same // period  # without the last one, which stays outside: later entries may use any of its values
+        # without the last one, which stays outside: later entries may use any of its values
+        times = same // period
         if times >= _TIMES - 1 and (times + 1) * period >= _ENTRIES:
             loop = _made(entries[at : at + period * times], period, times, uses)
             if loop is not None:
@@ -87,14 +103,16 @@ def _loop_at(
 
 
 def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> Loop | None:
-    made: dict[int, tuple[int, int, int]] = {}  # by a value's number: the repetition, entry and result that makes it
+    # by a value's number: the repetition, entry and result that makes it
+    made: dict[int, tuple[int, int, int]] = {}
     for at, (what, _, first) in enumerate(entries):
         made.update((first + k, (at // period, at % period, k)) for k in range(what.made))
 
     def own(entry: int, k: int, repetition: int = 0) -> int:
         return entries[repetition * period + entry][2] + k
 
-    inside = collections.Counter(ref for _, refs, _ in entries for ref in refs)  # how often each value is used in the repetitions
+    # how often each value is used in the repetitions
+    inside = collections.Counter(ref for _, refs, _ in entries for ref in refs)
     carried: dict[tuple[int, int, int], int] = {}
     steps: list[Any] = []
     for at in range(period):
@@ -120,5 +138,9 @@ def _made(entries: list[Any], period: int, times: int, uses: dict[int, int]) -> 
     if any(inside[ref] != uses.get(ref, 0) and ref not in ends for ref in made):
         return None  # a value made in the loop is used after it
     return Loop(
-        steps, [(ref, own(entry, k)) for ref, entry, k in carried], [own(entry, k, times - 1) for _, entry, k in carried], entries, times,
-    )  # fmt: skip
+        steps,
+        [(ref, own(entry, k)) for ref, entry, k in carried],
+        [own(entry, k, times - 1) for _, entry, k in carried],
+        entries,
+        times,
+    )

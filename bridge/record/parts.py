@@ -1,4 +1,7 @@
-"""Parts of a record: what some of its values are computed from, and which of its tensors the function still refers to."""
+"""Parts of a record: what some of its values are computed from, and which of its tensors the
+function still refers to.
+"""
+
 from __future__ import annotations
 
 import sys
@@ -12,7 +15,9 @@ from bridge.trace.torch_numbers import by_torch
 
 
 def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:
-    """Whether something besides these lists refers to each of these tensors, from this place in one of the lists on."""
+    """Whether something besides these lists refers to each of these tensors, from this place in one
+    of the lists on.
+    """
     return [n > _OWN + lists for n in _references(tensors, start)]
 
 
@@ -21,19 +26,25 @@ def _references(objects: list[Any], start: int) -> list[int]:
     return [sys.getrefcount(objects[k]) for k in range(start, len(objects))]
 
 
-_OWN = _references([object()], 0)[0] - 1  # of an object that nobody keeps, without that of the list; Python's versions differ
+# of an object that nobody keeps, without that of the list; Python's versions differ
+_OWN = _references([object()], 0)[0] - 1
 
 
 class Known:
-    """The values of a record that were computed because Python asked for some, at the last such place: the next ones start there.
+    """The values of a record that were computed because Python asked for some, at the last such
+    place: the next ones start there.
 
     Attributes:
         values: by their numbers, those of the inputs and those to which the function still refers.
         kept: the tensors of the latter.
-        same: by its number, the number of the value that an argument or a result of a transform's function is.
-        latest: by that number, the number of such a result of a Function, which may have written to the value.
-        owners: by its number, the number of the value whose memory a value shares, maybe its own; None for memory from outside.
-        written: whether memory from outside may have been written to; then every run starts at the beginning.
+        same: by its number, the number of the value that an argument or a result of a transform's
+            function is.
+        latest: by that number, the number of such a result of a Function, which may have written to
+            the value.
+        owners: by its number, the number of the value whose memory a value shares, maybe its own;
+            None for memory from outside.
+        written: whether memory from outside may have been written to; then every run starts at the
+            beginning.
         drawn: the state of torch's generator after the random numbers so far.
         noted: how many entries, values and inputs these say something of.
         entries, count, numbers, tensors: how many the record had.
@@ -63,8 +74,15 @@ class Known:
                 inputs += 1
             elif type(what) is Op:
                 owners = {self.owners.get(r) for r in of}
-                self.owners.update({r: (owners.copy().pop() if len(owners) == 1 else None) if what.views else r for r in own})
-                self.written = self.written or any(self.owners.get(of[k]) is None for k, _ in what.changed)
+                self.owners.update(
+                    {
+                        r: (owners.copy().pop() if len(owners) == 1 else None) if what.views else r
+                        for r in own
+                    }
+                )
+                self.written = self.written or any(
+                    self.owners.get(of[k]) is None for k, _ in what.changed
+                )
             elif type(what) is Begin:
                 begun.append(what.kind)
                 self.same.update(zip(own, of, strict=False))
@@ -78,38 +96,59 @@ class Known:
         """The values with these numbers."""
         found = None if self.writes_outside(recorder) else self._since(recorder)
         start = self.tensors if found is not None else 0
-        new = [t for t, k in zip(recorder.tensors[start:], referred_to(recorder.tensors, start), strict=True) if k and t.level.open]
+        new = [
+            t
+            for t, k in zip(
+                recorder.tensors[start:], referred_to(recorder.tensors, start), strict=True
+            )
+            if k and t.level.open
+        ]
         refs = [self.same.get(r, r) for r in refs]
         wanted = dict.fromkeys([*refs, *[self.same.get(t.ref, t.ref) for t in new]])
         if found is None:
             part, numbers, self.kept = recorder, [self.latest.get(r, r) for r in wanted], []
         else:
             part, number, written = found
-            wanted = {r: None for r in [*written, *wanted] if r in number and (r not in self.values or r in written)}
+            wanted = {
+                r: None
+                for r in [*written, *wanted]
+                if r in number and (r not in self.values or r in written)
+            }
             numbers = [number[r] for r in wanted]
         if numbers or part.watch is not None:
-            outs, self.drawn = recorder.computed(part, numbers, None if part is recorder else self.drawn)
+            outs, self.drawn = recorder.computed(
+                part, numbers, None if part is recorder else self.drawn
+            )
             self.values.update(zip(wanted, outs, strict=True))
         answer = [self.values[r] for r in refs]
         self.kept += new
         del new
         self._forget()
-        self.entries, self.count, self.numbers = len(recorder.trace), recorder.count, len(recorder.numbers)
+        self.entries, self.count, self.numbers = (
+            len(recorder.trace),
+            recorder.count,
+            len(recorder.numbers),
+        )
         self.tensors = len(recorder.tensors)
         return answer
 
     def _forget(self) -> None:
         """Forget the values to which the function no longer refers."""
-        alive = [k and t.level.open for t, k in zip(self.kept, referred_to(self.kept, lists=2), strict=True)]
+        alive = [
+            k and t.level.open
+            for t, k in zip(self.kept, referred_to(self.kept, lists=2), strict=True)
+        ]
         dead = {self.same.get(t.ref, t.ref) for t, k in zip(self.kept, alive, strict=True) if not k}
         self.kept = [t for t, k in zip(self.kept, alive, strict=True) if k]
         for r in dead - {self.same.get(t.ref, t.ref) for t in self.kept}:
             self.values.pop(r, None)
 
     def _since(self, recorder: Any) -> tuple[Any, dict[int, int], list[int]] | None:
-        """A record of what came since then, the new numbers there, and those of older values to which it writes.
+        """A record of what came since then, the new numbers there, and those of older values to
+        which it writes.
 
-        None if it needs more than those values: a pullback or a transform that began before, or a write to memory that others share.
+        None if it needs more than those values: a pullback or a transform that began before, or a
+        write to memory that others share.
         """
         part, at = type(recorder)(recorder.execute), self.count
         found: dict[int, int] = {}
@@ -122,7 +161,11 @@ class Known:
                 continue
             of = [self.same.get(r, r) for r in operands]
             begun += (kind is Begin) - (kind is End)
-            if begun < 0 or (kind is Pull and what.node not in found) or any(r not in found and r not in self.values for r in of):
+            if (
+                begun < 0
+                or (kind is Pull and what.node not in found)
+                or any(r not in found and r not in self.values for r in of)
+            ):
                 return None
             if kind is Op and what.draws:
                 if not by_torch():  # JAX's numbers depend on how many were drawn before
@@ -135,7 +178,10 @@ class Known:
                     found[owner] = part.ref(self.values[owner])
                     written.append(owner)
             entry = interned(Pull, found[what.node], what.made) if kind is Pull else what
-            refs = [found[r] if r in found else part.ref(self.values[known]) for r, known in zip(operands, of, strict=True)]
+            refs = [
+                found[r] if r in found else part.ref(self.values[known])
+                for r, known in zip(operands, of, strict=True)
+            ]
             part.trace.append((entry, tuple(refs)))
             found.update(zip(own, range(part.count, part.count + what.made), strict=True))
             part.count += what.made
@@ -145,13 +191,17 @@ class Known:
 
     def _alone(self, owner: int) -> bool:
         """Whether a value is known, and no other one that is known shares its memory."""
-        return owner in self.values and not any(self.owners.get(r) == owner for r in self.values if r != owner)
+        return owner in self.values and not any(
+            self.owners.get(r) == owner for r in self.values if r != owner
+        )
 
 
 def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
-    """A record of what some values are computed from, and their numbers there; None if that is not possible.
+    """A record of what some values are computed from, and their numbers there; None if that is not
+    possible.
 
-    A transform inside of which a value was computed is left out: the arguments of its function are its operands.
+    A transform inside of which a value was computed is left out: the arguments of its function are
+    its operands.
     """
     trace, firsts, taken = recorder.trace, [0], [0]
     begins: list[int] = []
@@ -169,8 +219,15 @@ def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
     needed, same, kept, at = set(refs) - inputs.keys(), dict[int, int](), set[int](), len(trace) - 1
     while at >= 0:
         (what, operands), first, begin = trace[at], firsts[at], whole.get(at, at)
-        mine, inside = [n for n in range(first, firsts[at + 1]) if n in needed], any(firsts[begin] <= n < first for n in needed)
-        if mine and (inside or type(what) is Pull or (type(what) is Begin and mine[-1] - first >= len(operands))):
+        mine, inside = (
+            [n for n in range(first, firsts[at + 1]) if n in needed],
+            any(firsts[begin] <= n < first for n in needed),
+        )
+        if mine and (
+            inside
+            or type(what) is Pull
+            or (type(what) is Begin and mine[-1] - first >= len(operands))
+        ):
             return None
         if mine and type(what) is Begin:
             same.update({n: operands[n - first] for n in mine})
@@ -179,7 +236,8 @@ def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
             kept.update(range(begin, at + 1))
             block = trace[begin : at + 1]
             needed.update({n for _, of in block for n in of} - inputs.keys())
-            needed.update(each.node for each, _ in block if type(each) is Pull)  # vjp or linearize may have been called outside of it
+            # vjp or linearize may have been called outside of it
+            needed.update(each.node for each, _ in block if type(each) is Pull)
         at = at - 1 if inside or begin == at else begin - 1
     if any(type(trace[at][0]) is Op and trace[at][0].draws for at in kept):
         return None  # the numbers would be drawn twice
@@ -201,6 +259,12 @@ def part_of(recorder: Any, refs: Sequence[int]) -> tuple[Any, list[int]] | None:
         entry = what, tuple([number(n) for n in operands])
         part.trace.append(entry)
         part.numbers += recorder.numbers[taken[at] : taken[at + 1]]
-        found.update(zip(range(firsts[at], firsts[at + 1]), range(part.count, part.count + what.made), strict=True))
+        found.update(
+            zip(
+                range(firsts[at], firsts[at + 1]),
+                range(part.count, part.count + what.made),
+                strict=True,
+            )
+        )
         part.count += what.made
     return part, [number(n) for n in refs]

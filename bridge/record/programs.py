@@ -1,4 +1,7 @@
-"""Compiles records: makes, keeps, stores and calls their programs, and finds the program that fits a record."""
+"""Compiles records: makes, keeps, stores and calls their programs, and finds the program that fits
+a record.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -41,39 +44,60 @@ from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
 
-_ALIKE, _ALL = 128, 256  # how many records keep their programs: of those with the same operators, and of all
-PATIENCE = 2.0  # the seconds that PyTorch may take for the runs of a record before a thread compiles its program
+# how many records keep their programs: of those with the same operators, and of all
+_ALIKE, _ALL = 128, 256
+# the seconds that PyTorch may take for the runs of a record before a thread compiles its program
+PATIENCE = 2.0
 _WAITING = 1024  # how many records are remembered that PyTorch has run
 _STATIC = 8  # how many programs one record keeps; they differ in the numbers that are static
 
 
 @dataclasses.dataclass(eq=False)
 class _Program:
-    """A compiled record: its program, the numbers that are static in it, and the numbers that are inputs."""
+    """A compiled record: its program, the numbers that are static in it, and the numbers that are
+    inputs.
+    """
 
     compiled: Compiled
     numbers: Inputs
     static: list[tuple[int, Any]]
-    guards: Sequence[guards.Guards] = ()  # for what the rules of autograd.Functions use; the record does not contain them
+    # for what the rules of autograd.Functions use; the record does not contain them
+    guards: Sequence[guards.Guards] = ()
     path: Path | None = None
 
     def save(self) -> None:
         """Store the executables for the next process."""
         c = self.compiled
-        if self.path is None or isinstance(c.program, _Stored) or c.program.generators or c.program.places:
+        if (
+            self.path is None
+            or isinstance(c.program, _Stored)
+            or c.program.generators
+            or c.program.places
+        ):
             return
         found = c.executables()
         try:
-            found = found._replace(made={k: [disk.packed(f) for f in made] for k, made in found.made.items()})
+            found = found._replace(
+                made={k: [disk.packed(f) for f in made] for k, made in found.made.items()}
+            )
         except disk.Refused:
             self.path = None
             return
-        disk.save(self.path, {"program": _Stored.of(c), "numbers": self.numbers, "static": self.static, "executables": found})
+        disk.save(
+            self.path,
+            {
+                "program": _Stored.of(c),
+                "numbers": self.numbers,
+                "static": self.static,
+                "executables": found,
+            },
+        )
 
 
 @dataclasses.dataclass
 class _Stored(Program):
-    """A program as another process has stored it: without its operations, of which it knows only what goes in and what comes out.
+    """A program as another process has stored it: without its operations, of which it knows only
+    what goes in and what comes out.
 
     If more than its executables is needed, it is made again from the record.
     """
@@ -84,14 +108,25 @@ class _Stored(Program):
 
     @classmethod
     def of(cls, c: Compiled) -> _Stored:
-        fields = {field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)}
+        fields = {
+            field.name: getattr(c.program, field.name) for field in dataclasses.fields(Program)
+        }
         jaxpr = c.program.jaxpr.jaxpr
         ends = {
-            name: [SimpleNamespace(aval=jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for v in getattr(jaxpr, name)]
+            name: [
+                SimpleNamespace(aval=jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype))
+                for v in getattr(jaxpr, name)
+            ]
             for name in ("invars", "outvars")
         }
-        fields |= {"jaxpr": SimpleNamespace(jaxpr=SimpleNamespace(**ends)), "guards": None, "out_spec": None}
-        return cls(**fields, packed=c.packing and c.packing.unpacking(), bounds=c.bounds, whole=_not_there)
+        fields |= {
+            "jaxpr": SimpleNamespace(jaxpr=SimpleNamespace(**ends)),
+            "guards": None,
+            "out_spec": None,
+        }
+        return cls(
+            **fields, packed=c.packing and c.packing.unpacking(), bounds=c.bounds, whole=_not_there
+        )
 
     def packing(self, stacks: bool) -> Packing | None:
         return self.packed
@@ -101,7 +136,9 @@ class _Stored(Program):
 
 
 class _NotStored(Exception):
-    """A stored program lacks a part that is needed: the part was not compiled when the program was stored."""
+    """A stored program lacks a part that is needed: the part was not compiled when the program was
+    stored.
+    """
 
 
 def _not_there(*_: Any) -> NoReturn:
@@ -109,34 +146,47 @@ def _not_there(*_: Any) -> NoReturn:
 
 
 def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | None:
-    """The program that another process has stored; None if there is none for the numbers of this record."""
+    """The program that another process has stored; None if there is none for the numbers of this
+    record.
+    """
     try:
         found = disk.load(path)
-        if found is None or any(identical(recorder.numbers[k]) != value for k, value in found["static"]):
+        if found is None or any(
+            identical(recorder.numbers[k]) != value for k, value in found["static"]
+        ):
             return None
         program, executables, alike = found["program"], found["executables"], recorder.alike()
-        executables = executables._replace(made={k: [disk.unpacked(f) for f in made] for k, made in executables.made.items()})
+        executables = executables._replace(
+            made={k: [disk.unpacked(f) for f in made] for k, made in executables.made.items()}
+        )
         program.out_spec = trees.joined(*[trees.LEAF] * len(program.static))
         program.whole = functools.cache(lambda: _made_for(alike, refs).compiled.program)
-        call = Call([], None, list(range(len(recorder.inputs) + 2)))  # the program takes the numbers as two vectors
-        compiled = Compiled(program, call, True, (), tiered=True, given=recorder.inputs, executables=executables)
+        # the program takes the numbers as two vectors
+        call = Call([], None, list(range(len(recorder.inputs) + 2)))
+        compiled = Compiled(
+            program, call, True, (), tiered=True, given=recorder.inputs, executables=executables
+        )
         return _Program(compiled, found["numbers"], found["static"], path=path)
     except disk.Refused:
         return None
     except Exception:
-        log_once("a stored program could not be loaded: programs that earlier processes have stored are compiled anew")
+        log_once(
+            "a stored program could not be loaded: programs that earlier "
+            "processes have stored are compiled anew"
+        )
         return None
 
 
 class _Kept:
     """The programs of this process by their records; the least recently used ones go.
 
-    Of the records with the same operators on operands of other shapes, only some keep their programs: shapes that never come again must not
-    fill the memory.
+    Of the records with the same operators on operands of other shapes, only some keep their
+    programs: shapes that never come again must not fill the memory.
     """
 
     def __init__(self) -> None:
-        self.records: OrderedDict[Hashable, tuple[int, list[_Program]]] = OrderedDict()  # with a hash of the record's operators
+        # with a hash of the record's operators
+        self.records: OrderedDict[Hashable, tuple[int, list[_Program]]] = OrderedDict()
         self.went = 0
         self.lock = threading.RLock()
 
@@ -151,7 +201,14 @@ class _Kept:
     def add(self, key: tuple[Any, ...], program: _Program) -> None:
         with self.lock:
             # what the entries do, without their static arguments and shapes
-            group = hash(tuple([getattr(what, "func", None) or getattr(what, "kind", type(what)) for what, _ in key[0]]))
+            group = hash(
+                tuple(
+                    [
+                        getattr(what, "func", None) or getattr(what, "kind", type(what))
+                        for what, _ in key[0]
+                    ]
+                )
+            )
             family = self.records.setdefault(key, (group, []))[1]
             self.records.move_to_end(key)
             family.append(program)
@@ -164,20 +221,31 @@ class _Kept:
                     self.trim()
 
     def trim(self) -> None:
-        """Forget the operators of records that have no program any more, and return memory to the system."""
+        """Forget the operators of records that have no program any more, and return memory to the
+        system.
+        """
         used = {id(what) for key in self.records for what, _ in key[0]}  # type: ignore[index]
         process.recorded = {k: op for k, op in list(process.recorded.items()) if id(op) in used}
         process.alike = {k: op for k, op in list(process.alike.items()) if id(op) in used}
         with contextlib.suppress(AttributeError, OSError, TypeError):  # the C library is not glibc
-            ctypes.CDLL(None).malloc_trim(0)  # of what XLA's compiler has freed, glibc keeps 60 MB after 200 shapes
+            # of what XLA's compiler has freed, glibc keeps 60 MB after 200 shapes
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.Tensor]:
-    """Run the record; the values with these numbers.  final: the record has ended, and its writes reach the tensors from outside."""
+    """Run the record; the values with these numbers. final: the record has ended, and its writes
+    reach the tensors from outside.
+    """
     if recorder.broken is not None:
         raise Unrecordable(recorder.broken)
     ambient = (guards.ambient(), by_torch() if recorder.watch is not None else None)
-    key = (tuple(recorder.trace), tuple(refs), ambient, torch.is_grad_enabled(), process.lowerings_changed)
+    key = (
+        tuple(recorder.trace),
+        tuple(refs),
+        ambient,
+        torch.is_grad_enabled(),
+        process.lowerings_changed,
+    )
     numbers = recorder.numbers
     family = process.programs.of(key)
     if final and not family:
@@ -192,7 +260,9 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 process.widths.ran(wide, key, time.perf_counter() - start)
                 return wide.narrow(refs, outs)
     for found in reversed(family):
-        if all(identical(numbers[k]) == value for k, value in found.static) and all(g.hold() for g in found.guards):
+        if all(identical(numbers[k]) == value for k, value in found.static) and all(
+            g.hold() for g in found.guards
+        ):
             try:
                 return _called(found, recorder, final)
             except (Misfit, _NotStored):
@@ -207,10 +277,16 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 return outs
             except (Misfit, _NotStored):
                 pass
-            except jax.errors.JaxRuntimeError:  # XLA has stored too little; an error for another reason comes again below
+            except jax.errors.JaxRuntimeError:
+                # XLA has stored too little; an error for another reason comes again below
                 with contextlib.suppress(OSError):
                     path.unlink()
-    if final and cold_by() == "torch" and can_repeat(recorder.trace) and not private.bits_are_compared():
+    if (
+        final
+        and cold_by() == "torch"
+        and can_repeat(recorder.trace)
+        and not private.bits_are_compared()
+    ):
         seconds = process.compiling.get(key, 0.0)
         if PATIENCE <= seconds < math.inf:
             process.compiling[key] = -math.inf
@@ -244,8 +320,12 @@ def _program(recorder: Recorder, refs: Sequence[int], path: Path | None) -> _Pro
         return program
 
 
-def _compiling(recorder: Recorder, refs: Sequence[int], key: Any, path: Path | None) -> Callable[[], None]:
-    """A function for another thread that makes and compiles the program of a record, well at once; the record's inputs are zeros."""
+def _compiling(
+    recorder: Recorder, refs: Sequence[int], key: Any, path: Path | None
+) -> Callable[[], None]:
+    """A function for another thread that makes and compiles the program of a record, well at once;
+    the record's inputs are zeros.
+    """
     grad = torch.is_grad_enabled()
 
     def work() -> None:
@@ -269,14 +349,16 @@ def _compiling(recorder: Recorder, refs: Sequence[int], key: Any, path: Path | N
 
 @contextlib.contextmanager
 def cold(by: str) -> Iterator[None]:
-    """Choose who runs un-jitted calls whose programs are not compiled yet, for a ``with`` block in this thread.
+    """Choose who runs un-jitted calls whose programs are not compiled yet, for a ``with`` block in
+    this thread.
 
-    The environment variable ``TORCHFUNC_JAX_COLD`` and ``patch(cold=...)`` choose for the whole process.
+    The environment variable ``TORCHFUNC_JAX_COLD`` and ``patch(cold=...)`` choose for the whole
+    process.
 
     Args:
-        by: "jax": XLA compiles the program first; "torch": PyTorch runs the call. If its runs of the program have taken two seconds, XLA
-            compiles the program in a thread, with all optimizations; the results of first
-            calls differ from those of later ones by rounding.
+        by: "jax": XLA compiles the program first; "torch": PyTorch runs the call. If its runs of
+            the program have taken two seconds, XLA compiles the program in a thread, with all
+            optimizations; the results of first calls differ from those of later ones by rounding.
 
     Raises:
         ValueError: by is something else.
@@ -285,7 +367,7 @@ def cold(by: str) -> Iterator[None]:
         >>> import torch
         >>> from torchfunc_jax import cold, grad
         >>> with cold("torch"):
-        ...     grad(lambda x: (x ** 3).sum())(torch.ones(2))
+        ...     grad(lambda x: (x**3).sum())(torch.ones(2))
         tensor([3., 3.])
     """
     with having(state, cold=checked_cold(by)):
@@ -300,7 +382,10 @@ def cold_by() -> str:
 def checked_cold(by: str) -> str:
     """The argument of ``cold``; raises ValueError if it is something else."""
     if by not in ("jax", "torch"):
-        raise ValueError(f'cold: expected "jax" or "torch", got {by!r}; it names who runs calls whose programs are not compiled yet')
+        raise ValueError(
+            f'cold: expected "jax" or "torch", got {by!r}; it names who runs calls whose programs '
+            "are not compiled yet"
+        )
     return by
 
 
@@ -308,11 +393,15 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     compiled = program.compiled
     extra = program.numbers.evaluated(recorder.numbers)
     given = recorder.inputs
-    if recorder.copied and (compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)):
+    if recorder.copied and (
+        compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)
+    ):
         raise lanes.Writes
     if compiled.program.written:
         if recorder.lasting and any(given[k].requires_grad for k in compiled.program.written):
-            raise Unrecordable("a write to a tensor that requires grad, which each later run would repeat")
+            raise Unrecordable(
+                "a write to a tensor that requires grad, which each later run would repeat"
+            )
         if not final:
             given = list(given)
             for k in compiled.program.written:
@@ -333,7 +422,8 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
 
 
 def _made_for(recorder: Recorder, refs: Sequence[int]) -> _Program:
-    # Python has asked for the values it needs, so nothing is computed on constants ahead: XLA would compile each of their operators alone
+    # Python has asked for the values it needs, so nothing is computed on constants ahead: XLA would
+    # compile each of their operators alone
     with contextlib.suppress(DataDependentError), having(state, folded=-1):
         return _with_numbers(recorder, refs)
     return _with_numbers(recorder, refs)  # a lowering needs them too
@@ -351,7 +441,8 @@ def _with_numbers(recorder: Recorder, refs: Sequence[int]) -> _Program:
 def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _Program:
     whole, inputs = replay.parsed(recorder.trace, refs)
     numbers = recorder.numbers
-    size = len(numbers) + python_numbers.SLOTS  # a slot for each, and some for numbers that lowerings compute from them
+    # a slot for each, and some for numbers that lowerings compute from them
+    size = len(numbers) + python_numbers.SLOTS
     numbers_in = Inputs(numbers, size)
     count = len(recorder.inputs)
 
@@ -364,7 +455,12 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             again.run(whole.entries)
             return again.values(refs)
 
-    rules = [rule for what, _ in recorder.trace if type(what) is Begin and what.kind == "function" for rule in _rules(what.params[0])]
+    rules = [
+        rule
+        for what, _ in recorder.trace
+        if type(what) is Begin and what.kind == "function"
+        for rule in _rules(what.params[0])
+    ]
     watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
@@ -372,7 +468,13 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
         program, missing = trace(record, call, [], closure_scan.Found(), watched=False)
         if missing:  # tensors of TorchScript functions, which the program then holds
             numbers_in = Inputs(numbers, size)
-            program, missing = trace(record, call, [(t, Place(t, None)) for t in missing], closure_scan.Found(), watched=False)
+            program, missing = trace(
+                record,
+                call,
+                [(t, Place(t, None)) for t in missing],
+                closure_scan.Found(),
+                watched=False,
+            )
     if missing:
         raise Unrecordable("a tensor that is no input")
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]

@@ -1,8 +1,11 @@
-"""Records a function: its operators with static arguments and operands, and the transforms inside it, in the order of the program.
+"""Records a function: its operators with static arguments and operands, and the transforms inside
+it, in the order of the program.
 
-Every value gets the next number.  An entry of the record is (what, numbers of the operands).  Operators with the same static arguments and
-shapes share one object ``what``, so that equal records are found by comparing objects.
+Every value gets the next number. An entry of the record is (what, numbers of the operands).
+Operators with the same static arguments and shapes share one object ``what``, so that equal records
+are found by comparing objects.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,20 @@ from bridge.intercepted.library_operators import LibraryOperators, called_in_tor
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
-from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned, mapped, tensors_in, with_values
+from bridge.record.entries import (
+    Begin,
+    End,
+    Input,
+    Left,
+    Op,
+    Out,
+    Pull,
+    Ref,
+    interned,
+    mapped,
+    tensors_in,
+    with_values,
+)
 from bridge.record.in_torch import InTorch
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
@@ -49,7 +65,9 @@ class Level:
     arguments: range  # the numbers of its function's arguments
     depth: int  # how many vmaps are entered in its function
     open: bool = True
-    goes_back: bool = False  # after it has ended, whether its results are computed from derivatives and require grad outside of it
+    # after it has ended, whether its results are computed from derivatives and require grad outside
+    # of it
+    goes_back: bool = False
 
 
 class Ended(Exception):
@@ -60,10 +78,19 @@ class Ended(Exception):
 
 
 #: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
-_RECORDED = frozenset({
-    "gaussian_nll_loss", "causal_hint", "is_compiling", "batch_norm_forward", "deepcopy", "compile", "compiler_of_frames",
-    "register_parameter", "multi_head_attention",
-})  # fmt: skip
+_RECORDED = frozenset(
+    {
+        "gaussian_nll_loss",
+        "causal_hint",
+        "is_compiling",
+        "batch_norm_forward",
+        "deepcopy",
+        "compile",
+        "compiler_of_frames",
+        "register_parameter",
+        "multi_head_attention",
+    }
+)
 
 
 def _refuse(name: str) -> bool:
@@ -76,15 +103,25 @@ def _refuse(name: str) -> bool:
 private_calls.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
-_WHOLE = 2  # how often the whole record so far is run when Python asks for values; later only what has been added since
+# how often the whole record so far is run when Python asks for values; later only what has been
+# added since
+_WHOLE = 2
 _SHOWN = 8  # a function that shows more tensors in this way runs in PyTorch from its next call on
-_REPLAYED = 50_000  # how many entries run for that in one call, a matter of seconds; then the function starts again
+# how many entries run for that in one call, a matter of seconds; then the function starts again
+_REPLAYED = 50_000
 _DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
-_OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}  # transforms whose results are computed from derivatives
-_LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}  # those whose functions' values can be used after them
+# transforms whose results are computed from derivatives
+_OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}
+# those whose functions' values can be used after them
+_LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype  # it asks for these at each operator
-_autocast, _forward_mode, _saved_hooks = private.any_autocast, private.forward_mode_enabled, private.saved_tensor_hooks
+# it asks for these at each operator
+_grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype
+_autocast, _forward_mode, _saved_hooks = (
+    private.any_autocast,
+    private.forward_mode_enabled,
+    private.saved_tensor_hooks,
+)
 _innermost_of_torch = private.innermost_level
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
 _make, _forbid_reading = private.make_wrapper, private.forbid_reading
@@ -94,20 +131,31 @@ _NOT_META = frozenset({Recorded, int, float, bool, type(None)})
 
 
 def _ambient() -> tuple[torch.dtype, Any, bool, bool, int, int]:
-    """State that changes what operators do; except for autocast, it must stay the same for the whole record.
+    """State that changes what operators do; except for autocast, it must stay the same for the
+    whole record.
 
-    The default dtype, the state of autocast if it is on, whether forward-mode AD is on, whether saved_tensors_hooks are entered, and the
-    numbers of torch dispatch modes and of function modes below the recorder, where torch.set_default_device puts one.
+    The default dtype, the state of autocast if it is on, whether forward-mode AD is on, whether
+    saved_tensors_hooks are entered, and the numbers of torch dispatch modes and of function modes
+    below the recorder, where torch.set_default_device puts one.
     """
     cast = autocast() if _autocast() else None
-    return _default_dtype(), cast, _forward_mode(), _saved_hooks() is not None, _dispatch_modes(), _function_modes()
+    return (
+        _default_dtype(),
+        cast,
+        _forward_mode(),
+        _saved_hooks() is not None,
+        _dispatch_modes(),
+        _function_modes(),
+    )
 
 
 class Recorder(TorchFunctionMode):
     """The record of one call."""
 
     def __init__(
-        self, execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]], default_device: torch.device | None = None,
+        self,
+        execute: Callable[[Recorder, list[int], bool], Sequence[torch.Tensor]],
+        default_device: torch.device | None = None,
         above: Sequence[TorchFunctionMode] = (),
     ) -> None:
         super().__init__()
@@ -115,42 +163,56 @@ class Recorder(TorchFunctionMode):
         self.trace: list[tuple[Any, tuple[int, ...]]] = []
         self.inputs: list[torch.Tensor] = []
         self.by_id: dict[int, int] = {}
-        self.tensors: list[Recorded] = []  # all that it has made, which the function may keep elsewhere
+        # all that it has made, which the function may keep elsewhere
+        self.tensors: list[Recorded] = []
         self.numbers: list[Any] = []
         self.count = 0
         self.level: Level | None = None
         self.resumable = False  # whether PyTorch may go on where the record ends
-        self.inferring = False  # whether an operator runs on meta tensors, which tells the shapes of its results
-        self.in_torch: InTorch | None = None  # what PyTorch runs since it went on, or in the place of a program
+        # whether an operator runs on meta tensors, which tells the shapes of its results
+        self.inferring = False
+        # what PyTorch runs since it went on, or in the place of a program
+        self.in_torch: InTorch | None = None
         self.refused: Unrecordable | None = None  # why it was not recorded to its end
         self.within = False  # whether a rule writes down a function
         self.written: set[int] = set()
         self.with_grad: set[int] = set()  # the numbers of the values that require grad
-        self.writes = False  # whether any tensor was written to; it may share memory with a tensor from outside
-        self.lasting = False  # whether it will be repeated: then it may neither draw random numbers nor write
-        self.copied = False  # whether its inputs are copies of another record's: then it may not write to them
+        # whether any tensor was written to; it may share memory with a tensor from outside
+        self.writes = False
+        # whether it will be repeated: then it may neither draw random numbers nor write
+        self.lasting = False
+        # whether its inputs are copies of another record's: then it may not write to them
+        self.copied = False
         self.asked = 0  # how often Python has asked for values
-        self.shows = self.replayed = 0  # how many tensors it has shown in the transforms around them, and how many entries ran for that
+        # how many tensors it has shown in the transforms around them, and how many entries ran for
+        # that
+        self.shows = self.replayed = 0
         self.broken: str | None = None  # the reason if the record is incomplete
-        self.above = list(above)  # the user's modes that are entered above this one whenever it is; empty while they are
+        # the user's modes that are entered above this one whenever it is; empty while they are
+        self.above = list(above)
         self.ambient = _ambient()
         self.forward_mode, self.modes = self.ambient[2], self.ambient[4]
         self.start: torch.Tensor | None = None  # the state of torch's generator before the call,
         self.after: torch.Tensor | None = None  # and after it, if the function has set it back
-        self.watch: Watch | None = None  # watches torch's generator; None until a random operator is recorded
+        # watches torch's generator; None until a random operator is recorded
+        self.watch: Watch | None = None
 
     @functools.cached_property
     def known(self) -> Known:
         """The values that Python has asked for."""
         return Known()
 
-    # -- modes -------------------------------------------------------------------------------------------------------------------------
+    # -- modes -------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While entered, torch functions are written down; the user's modes lie above this one, and see each function before it."""
+        """While entered, torch functions are written down; the user's modes lie above this one, and
+        see each function before it.
+        """
         above, self.above = self.above, []
         if self.in_torch is not None:
-            wanted = process.library_operators and not any(type(mode) is LibraryOperators for mode in above)
+            wanted = process.library_operators and not any(
+                type(mode) is LibraryOperators for mode in above
+            )
             modes = [LibraryOperators(), *above] if wanted else above
             private.enter_function_modes(modes)
             try:
@@ -166,7 +228,9 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[bool]:
-        """While entered, torch functions are not written down and no mode of the user's sees them; gives whether they were written down."""
+        """While entered, torch functions are not written down and no mode of the user's sees them;
+        gives whether they were written down.
+        """
         entered = self._leave()
         try:
             yield entered
@@ -187,7 +251,7 @@ class Recorder(TorchFunctionMode):
         private.enter_function_modes(above[::-1])
         return False
 
-    # -- operands ----------------------------------------------------------------------------------------------------------------------
+    # -- operands ----------------------------------------------------------------------------------
     def ref(self, t: torch.Tensor) -> int:
         if type(t) is Recorded:
             if not t.level.open or t.level.owner is not self:
@@ -210,34 +274,60 @@ class Recorder(TorchFunctionMode):
         return found
 
     def outside(self, t: Recorded) -> None:
-        """Make a tensor of a transform that has ended one of the transform in progress, with the value that it has there; or raise."""
+        """Make a tensor of a transform that has ended one of the transform in progress, with the
+        value that it has there; or raise.
+        """
         before, depth = (t.ref, t.aval, t.level, t.before), self.mapped()
         ended = [level for level in around(t.level) if not level.open]
         if not self.leaves(t):
             raise escaped(t.level)
-        grad = t.aval.requires_grad and all(level.goes_back or level.kind not in _OF_DERIVATIVES for level in ended)
+        grad = t.aval.requires_grad and all(
+            level.goes_back or level.kind not in _OF_DERIVATIVES for level in ended
+        )
         self.trace.append((interned(Left), (t.ref,)))
-        t.ref, t.aval, t.level, t.before = self.count, t.aval.outside(depth).with_grad(grad), self.level, before
+        t.ref, t.aval, t.level, t.before = (
+            self.count,
+            t.aval.outside(depth).with_grad(grad),
+            self.level,
+            before,
+        )
         if grad:
             self.with_grad.add(self.count)
         self.count += 1
 
     def leaves(self, t: Recorded) -> bool:
-        """Whether a tensor has a value outside of the transforms around it that have ended: no vmap among them maps it."""
+        """Whether a tensor has a value outside of the transforms around it that have ended: no vmap
+        among them maps it.
+        """
         ended = [level for level in around(t.level) if not level.open]
         parent = ended[-1].parent
         depth = 0 if parent is None else parent.depth
-        return t.level.owner is self and t.ref >= 0 and t.aval.outside(depth) is t.aval and all(
-            x.kind in _LEFT or (x.kind == "function" and not self._changes_since(x)) for x in ended
+        return (
+            t.level.owner is self
+            and t.ref >= 0
+            and t.aval.outside(depth) is t.aval
+            and all(
+                x.kind in _LEFT or (x.kind == "function" and not self._changes_since(x))
+                for x in ended
+            )
         )
 
     def _changes_since(self, level: Level) -> bool:
         """Whether the record has a write, or draws random numbers, since this transform began."""
-        return any(type(what) is Op and bool(what.changed or what.draws) for what, _ in self.trace[level.before[0] :])
+        return any(
+            type(what) is Op and bool(what.changed or what.draws)
+            for what, _ in self.trace[level.before[0] :]
+        )
 
     def made(self, what: Aval) -> Recorded:
         t: Recorded = _make(
-            Recorded, what.shape, what.strides, what.offset, dtype=what.dtype, device=what.device, requires_grad=what.requires_grad
+            Recorded,
+            what.shape,
+            what.strides,
+            what.offset,
+            dtype=what.dtype,
+            device=what.device,
+            requires_grad=what.requires_grad,
         )
         _forbid_reading(t)
         t.ref, t.aval, t.level = self.count, what, self.level
@@ -247,9 +337,13 @@ class Recorder(TorchFunctionMode):
         self.count += 1
         return t
 
-    # -- operators ---------------------------------------------------------------------------------------------------------------------
+    # -- operators ---------------------------------------------------------------------------------
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self.in_torch is not None:
             return called_in_torch(func, args, kwargs or {})
@@ -262,10 +356,19 @@ class Recorder(TorchFunctionMode):
                 found = rule(self, func, args, kwargs or {})
                 if found is not OPERATOR:
                     return found
-            if self.default_device is not None and private.takes_default_device(func) and (kwargs or {}).get("device") is None:
+            if (
+                self.default_device is not None
+                and private.takes_default_device(func)
+                and (kwargs or {}).get("device") is None
+            ):
                 kwargs = {**(kwargs or {}), "device": self.default_device}
-            if (kwargs or not _NOT_META.issuperset(map(type, args[:2]))) and on_meta(args[:2], kwargs or {}):
-                return func(*mapped(lambda x: x.aval.meta() if type(x) is Recorded else x, args), **(kwargs or {}))
+            if (kwargs or not _NOT_META.issuperset(map(type, args[:2]))) and on_meta(
+                args[:2], kwargs or {}
+            ):
+                return func(
+                    *mapped(lambda x: x.aval.meta() if type(x) is Recorded else x, args),
+                    **(kwargs or {}),
+                )
             refs: list[int] = []
             key: list[Any] = [func]
             numbers = len(self.numbers)
@@ -282,7 +385,8 @@ class Recorder(TorchFunctionMode):
                     for name, x in kwargs.items():
                         key.append(name)
                         key.append(self._static(func, x, refs))
-            except Ended as ended:  # what it is computed from comes before this operator, with its numbers
+            except Ended as ended:
+                # what it is computed from comes before this operator, with its numbers
                 del self.numbers[numbers:]
                 self.outside(ended.tensor)
                 return self.__torch_function__(func, types, args, kwargs)
@@ -293,7 +397,10 @@ class Recorder(TorchFunctionMode):
                 del self.numbers[numbers:]
                 return self._with_indices(func, args)
             ambient = _ambient()
-            if ambient != self.ambient and (ambient[0], ambient[2:]) != (self.ambient[0], self.ambient[2:]):
+            if ambient != self.ambient and (ambient[0], ambient[2:]) != (
+                self.ambient[0],
+                self.ambient[2:],
+            ):
                 raise Unrecordable("a mode that is entered inside")
             key.append(ambient)
             key.append(_grad_mode())
@@ -304,13 +411,19 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable("an unhashable argument") from None
             if op is None:
                 try:
-                    with having(self, resumable=False, inferring=True):  # the operator runs on meta tensors
+                    # the operator runs on meta tensors
+                    with having(self, resumable=False, inferring=True):
                         op = entry(func, args, kwargs or {}, self.numbers[numbers:], ambient[1])
                 except ByValue:
                     op = process.recorded[whole] = _BY_VALUE
-                except Exception as error:  # PyTorch refuses the operands; the caller may catch that
+                except Exception as error:
+                    # PyTorch refuses the operands; the caller may catch that
                     del self.numbers[numbers:]
-                    found = in_words_of_vmap(getattr(func, "__name__", ""), args, error) if self.mapped() else error
+                    found = (
+                        in_words_of_vmap(getattr(func, "__name__", ""), args, error)
+                        if self.mapped()
+                        else error
+                    )
                     if found is error:
                         raise
                     raise found from None
@@ -333,22 +446,41 @@ class Recorder(TorchFunctionMode):
             self.go_on(reason)
         return called_in_torch(func, args, kwargs or {})
 
-    def record(self, func: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Write down the call of a torch function for a rule, which is refused as a whole if this is; gives its result."""
+    def record(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Write down the call of a torch function for a rule, which is refused as a whole if this
+        is; gives its result.
+        """
         with having(self, within=True):
             return self.__torch_function__(func, (), args, kwargs)
 
     def go_on(self, reason: Unrecordable) -> None:
         """Go on in PyTorch itself from here, because of this; raises it if that is not possible."""
-        # a level of PyTorch's and inference mode must be left in the order in which they were entered
-        if not self.resumable or private.transformed_by_torch() or torch.is_inference_mode_enabled():
+        # a level of PyTorch's and inference mode must be left in the order in which they were
+        # entered
+        if (
+            not self.resumable
+            or private.transformed_by_torch()
+            or torch.is_inference_mode_enabled()
+        ):
             raise reason
         self.resumable, self.refused = False, reason
         after = self._set_back()
         self.draw_again()
-        in_torch, modes = InTorch(self.numbers), private.leave_function_modes(private.function_modes() - self.ambient[-1])
+        in_torch, modes = (
+            InTorch(self.numbers),
+            private.leave_function_modes(private.function_modes() - self.ambient[-1]),
+        )
         try:
-            with having(state, recorder=None), _default_dtype_of(self.ambient[0]), private.set_forward_mode_enabled(self.forward_mode):
+            with (
+                having(state, recorder=None),
+                _default_dtype_of(self.ambient[0]),
+                private.set_forward_mode_enabled(self.forward_mode),
+            ):
                 in_torch.whole(self.trace, self.inputs, self.tensors)
         except Unrecordable:
             raise reason from None
@@ -362,14 +494,17 @@ class Recorder(TorchFunctionMode):
             torch.default_generator.set_state(after)
 
     def _set_back(self) -> torch.Tensor | None:
-        """The state of torch's generator if the function has set it back to the one before the call; raises SeededInside if to another."""
+        """The state of torch's generator if the function has set it back to the one before the
+        call; raises SeededInside if to another.
+        """
         try:
             if self.watch is not None:
                 self.watch.check()
             return None
         except SeededInside:
             now = torch.default_generator.get_state()
-            if not torch.equal(now, self.start):  # maybe one that it has asked for while it was recorded: none of PyTorch's
+            # maybe one that it has asked for while it was recorded: none of PyTorch's
+            if not torch.equal(now, self.start):
                 raise
             return now
 
@@ -387,58 +522,88 @@ class Recorder(TorchFunctionMode):
         index = mapped(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, args[1])
         return self.record(func, (args[0], index, *args[2:]))
 
-    def _of_sparse(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a product with a sparse tensor; what else is made of sparse tensors alone is computed now: a tensor from outside."""
+    def _of_sparse(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record a product with a sparse tensor; what else is made of sparse tensors alone is
+        computed now: a tensor from outside.
+        """
         rule = OF_SPARSE.get(func)
         if rule is not None:
             try:
                 with self:
                     return rule(*args, **kwargs)
-            except TypeError as error:  # a SparseOperand, or arguments by names; a trace says it in words for the user
+            except TypeError as error:
+                # a SparseOperand, or arguments by names; a trace says it in words for the user
                 raise Unrecordable(str(error)) from None
         name = getattr(func, "__name__", "_")
-        if any(type(t) is Recorded for t in tensors_in((args, kwargs))) or name.endswith("_") or "out" in kwargs:
+        if (
+            any(type(t) is Recorded for t in tensors_in((args, kwargs)))
+            or name.endswith("_")
+            or "out" in kwargs
+        ):
             raise Unrecordable(f"{name} of a sparse tensor")
         return func(*args, **kwargs)
 
     def draw(self, by_value: bool) -> None:
-        """Note that a random operator was recorded.  This advances the generator, so that setting its state back is noticed."""
+        """Note that a random operator was recorded. This advances the generator, so that setting
+        its state back is noticed.
+        """
         if by_value and by_torch():
             raise Unrecordable("random numbers that depend on values")
         self.watch = self.watch or Watch([])
         self.watch.draw(None)
 
     def draw_again(self) -> None:
-        """Give torch's generator the state back from which the record has drawn, before its numbers are drawn again."""
+        """Give torch's generator the state back from which the record has drawn, before its numbers
+        are drawn again.
+        """
         if self.watch is not None:
             self.watch.restore()
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """While entered, the function is recorded.  On exit torch's generator gets the state back that it had before the first draw."""
+        """While entered, the function is recorded. On exit torch's generator gets the state back
+        that it had before the first draw.
+        """
         self.start = torch.default_generator.get_state()
         try:
             yield
             self.after = self._set_back()
-        except (SeededInside, Unrecordable, NeedsTorch) as reason:  # the function runs again from the start
+        except (SeededInside, Unrecordable, NeedsTorch) as reason:
+            # the function runs again from the start
             self.watch = None
             torch.default_generator.set_state(self.start)
-            raise Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason from None
+            raise (
+                Unrecordable(str(reason)) if isinstance(reason, SeededInside) else reason
+            ) from None
         finally:
             self.draw_again()
 
-    def noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outs: Any) -> Any:
-        """Write down the call of a torch function whose results are known; outs: an ``Out`` for each new tensor among them."""
+    def noted(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outs: Any
+    ) -> Any:
+        """Write down the call of a torch function whose results are known; outs: an ``Out`` for
+        each new tensor among them.
+        """
         tensors = tensors_in((args, kwargs))
         key = (
-            func, mapped(lambda x: aval_of(x) if isinstance(x, torch.Tensor) else x, args), tuple(kwargs.items()),
-            mapped(lambda x: x.aval if type(x) is Out else x, outs), _ambient(), _grad_mode(),
-        )  # fmt: skip
+            func,
+            mapped(lambda x: aval_of(x) if isinstance(x, torch.Tensor) else x, args),
+            tuple(kwargs.items()),
+            mapped(lambda x: x.aval if type(x) is Out else x, outs),
+            _ambient(),
+            _grad_mode(),
+        )
         op = process.recorded.get(key)
         if op is None:
             places = itertools.count()
-            args, kwargs = mapped(lambda x: Ref(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-            op = process.recorded[key] = Op(func, args, kwargs, _grad_mode(), outs, (), 0, False, False, views=False)
+            args, kwargs = mapped(
+                lambda x: Ref(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+            )
+            op = process.recorded[key] = Op(
+                func, args, kwargs, _grad_mode(), outs, (), 0, False, False, views=False
+            )
         self.trace.append((op, tuple([self.ref(t) for t in tensors])))
         return self._built(outs, tensors)
 
@@ -476,7 +641,11 @@ class Recorder(TorchFunctionMode):
             return self.made(outs.aval)
         if kind is Ref:
             return tensors[outs.k]
-        return kind([self._built(o, tensors) for o in outs]) if isinstance(outs, tuple | list) else outs
+        return (
+            kind([self._built(o, tensors) for o in outs])
+            if isinstance(outs, tuple | list)
+            else outs
+        )
 
     def _static(self, func: Callable[..., Any], x: Any, refs: list[int]) -> Any:
         kind = type(x)
@@ -493,7 +662,12 @@ class Recorder(TorchFunctionMode):
         if kind is list or isinstance(x, tuple):
             return (kind, *[self._static(func, v, refs) for v in x])
         if kind is slice:
-            return (slice, self._static(func, x.start, refs), self._static(func, x.stop, refs), self._static(func, x.step, refs))
+            return (
+                slice,
+                self._static(func, x.start, refs),
+                self._static(func, x.stop, refs),
+                self._static(func, x.step, refs),
+            )
         if kind is dict:
             return (dict, *[(k, self._static(func, v, refs)) for k, v in x.items()])
         if x is None or kind is str or kind in _ATOMS:
@@ -502,12 +676,14 @@ class Recorder(TorchFunctionMode):
             raise Unrecordable(str(kind))
         return identical(x)
 
-    # -- values ------------------------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
     def mapped(self) -> int:
         """How many vmaps are entered."""
         return 0 if self.level is None else self.level.depth
 
-    def by_value(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def by_value(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a function that needs its operands' values: they are computed first."""
         tensors = tensors_in((args, kwargs))
         if func in TO_PYTHON and not any(map(_differs, tensors)):
@@ -520,7 +696,9 @@ class Recorder(TorchFunctionMode):
 
     def now(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values of these tensors at this point of the program."""
-        if all(type(t) is not Recorded for t in tensors) and not (self.writes and self.known.writes_outside(self)):
+        if all(type(t) is not Recorded for t in tensors) and not (
+            self.writes and self.known.writes_outside(self)
+        ):
             return list(tensors)
         refs = [self.ref(t) for t in tensors]
         if self.mapped():
@@ -529,7 +707,11 @@ class Recorder(TorchFunctionMode):
                 raise Unrecordable("values inside vmap")
             return list(self.execute(*part, False))
         self.asked += 1
-        return self.known.now(self, refs) if self.asked > _WHOLE else list(self.computed(self, refs)[0])
+        return (
+            self.known.now(self, refs)
+            if self.asked > _WHOLE
+            else list(self.computed(self, refs)[0])
+        )
 
     @property
     def shows_many(self) -> bool:
@@ -539,10 +721,12 @@ class Recorder(TorchFunctionMode):
     def computed(
         self, part: Recorder, refs: list[int], start: torch.Tensor | None = None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
-        """The values with these numbers in this record or a part of it, and the state in which that leaves torch's generator.
+        """The values with these numbers in this record or a part of it, and the state in which that
+        leaves torch's generator.
 
         Args:
-            start: the state of torch's generator at the part's beginning; None: that at the record's.
+            start: the state of torch's generator at the part's beginning; None: that at the
+                record's.
         """
         if self.watch is None:
             return self.execute(part, refs, False), None
@@ -551,7 +735,10 @@ class Recorder(TorchFunctionMode):
 
     def shown(self, t: torch.Tensor) -> str:
         """The text of a tensor, with its values and the transforms around it."""
-        modes = [private.leave_function_mode() for _ in range(private.function_modes() - self.ambient[-1])]
+        modes = [
+            private.leave_function_mode()
+            for _ in range(private.function_modes() - self.ambient[-1])
+        ]
         try:
             kinds = [level.kind for level in around(t.level if type(t) is Recorded else None)]
             if self.writes or self.mapped() or not set(kinds) <= _DIFFERENTIATING:
@@ -565,7 +752,9 @@ class Recorder(TorchFunctionMode):
                 private.enter_function_mode(mode)
 
     def _shown_in_transforms(self, t: torch.Tensor) -> str:
-        """That text, from a run of what there is, by PyTorch and inside of the transforms that are entered."""
+        """That text, from a run of what there is, by PyTorch and inside of the transforms that are
+        entered.
+        """
         self.shows += 1
         self.replayed += len(self.trace)
         if self.replayed > _REPLAYED:
@@ -573,15 +762,20 @@ class Recorder(TorchFunctionMode):
         ref = self.ref(t)
         again, given = InTorch(self.numbers), [x.detach() for x in self.inputs]
         try:
-            with having(state, recorder=None), self.watch.again() if self.watch else contextlib.nullcontext():
+            with (
+                having(state, recorder=None),
+                self.watch.again() if self.watch else contextlib.nullcontext(),
+            ):
                 again.whole(self.trace, copy.deepcopy(given) if self.writes else given)
                 return repr(again.env[ref])
         finally:
             while again.entered:
                 again.leave()
 
-    # -- transforms --------------------------------------------------------------------------------------------------------------------
-    def begin(self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
+    # -- transforms --------------------------------------------------------------------------------
+    def begin(
+        self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]
+    ) -> list[Any]:
         """Enter a transform with these operands; returns the arguments of its function."""
         if self.in_torch is not None:
             return self.in_torch.begin(Begin(kind, params, len(avals), _grad_mode()), operands)
@@ -592,7 +786,9 @@ class Recorder(TorchFunctionMode):
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
         arguments = range(self.count, self.count + len(avals))
-        self.level = Level(kind, self, self.level, before, arguments, self.mapped() + (kind == "vmap"))
+        self.level = Level(
+            kind, self, self.level, before, arguments, self.mapped() + (kind == "vmap")
+        )
         return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
@@ -605,25 +801,32 @@ class Recorder(TorchFunctionMode):
         if self.in_torch is not None:
             return self.in_torch.end(params, results)
         level = self.level
-        level.goes_back = level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level)
+        level.goes_back = (
+            level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level)
+        )
         if level.goes_back:
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
         level.open, self.level = False, level.parent
         return self._noted(interned(End, params, len(avals)), refs, avals)
 
     def _goes_back(self, level: Level) -> bool:
-        """Whether a transform that ends takes what requires grad, outside of it, as an operand or from around its function."""
+        """Whether a transform that ends takes what requires grad, outside of it, as an operand or
+        from around its function.
+        """
         (begin, operands), *entries = self.trace[level.before[0] :]
         if not begin.grad or not self.with_grad:
             return False
         around = {r for r in self.with_grad if r < level.arguments.start}
-        return (
-            not around.isdisjoint(itertools.chain(operands, *[refs for _, refs in entries]))
-            or True in [type(what) is Input and what.aval.requires_grad for what, _ in entries]
-        )  # fmt: skip
+        return not around.isdisjoint(
+            itertools.chain(operands, *[refs for _, refs in entries])
+        ) or True in [type(what) is Input and what.aval.requires_grad for what, _ in entries]
 
-    def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Recorded]:
-        """Call the function that vjp or linearize has returned (see ``Pull``); returns its results."""
+    def pull(
+        self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]
+    ) -> list[Recorded]:
+        """Call the function that vjp or linearize has returned (see ``Pull``);
+        returns its results.
+        """
         refs = [self.ref(t) for t in operands]
         if _grad_mode() and not self.with_grad.isdisjoint((node, *refs)):
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
@@ -634,7 +837,9 @@ class Recorder(TorchFunctionMode):
         return [self.made(a) for a in avals]
 
     def repeat(self, other: Recorder) -> list[int]:
-        """Write down the entries of another record again; returns the numbers here of its values, in the order of their numbers there."""
+        """Write down the entries of another record again; returns the numbers here of its values,
+        in the order of their numbers there.
+        """
         found: list[int] = []
         inputs = iter(other.inputs)
         for what, refs in other.trace:
@@ -653,17 +858,30 @@ class Recorder(TorchFunctionMode):
         return found
 
     def alike(self) -> Recorder:
-        """A record with the same entries and with zeros as inputs, so that it keeps none of this one's alive."""
+        """A record with the same entries and with zeros as inputs, so that it keeps none of this
+        one's alive.
+        """
         other = Recorder(self.execute)
-        other.trace, other.numbers, other.count, other.lasting = list(self.trace), list(self.numbers), self.count, self.lasting
-        zeros = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in self.inputs]
-        other.inputs = [zero.requires_grad_(t.requires_grad) for zero, t in zip(zeros, self.inputs, strict=True)]
+        other.trace, other.numbers, other.count, other.lasting = (
+            list(self.trace),
+            list(self.numbers),
+            self.count,
+            self.lasting,
+        )
+        zeros = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in self.inputs
+        ]
+        other.inputs = [
+            zero.requires_grad_(t.requires_grad) for zero, t in zip(zeros, self.inputs, strict=True)
+        ]
         return other
 
     def leave(self) -> None:
         """Remove the innermost transform, whose function has raised, from the record."""
         if self.in_torch is None and self._changes_since(self.level):
-            self.go_on(Unrecordable("a write, or random numbers, in a transform whose function raises"))
+            self.go_on(
+                Unrecordable("a write, or random numbers, in a transform whose function raises")
+            )
         if self.in_torch is not None:
             return self.in_torch.leave()
         entries, numbers = self.level.before
@@ -676,8 +894,13 @@ class Recorder(TorchFunctionMode):
         if len(self.trace) == entries:
             return
         self.count = sum(what.made for what, _ in self.trace[:entries])
-        del self.inputs[sum(type(what) is Input for what, _ in self.trace[:entries]) :], self.trace[entries:]
-        self.by_id = {tensor: number for tensor, number in self.by_id.items() if number < self.count}
+        del (
+            self.inputs[sum(type(what) is Input for what, _ in self.trace[:entries]) :],
+            self.trace[entries:],
+        )
+        self.by_id = {
+            tensor: number for tensor, number in self.by_id.items() if number < self.count
+        }
         self.with_grad = {number for number in self.with_grad if number < self.count}
         for t in self.tensors:
             while t.ref >= self.count:
@@ -695,7 +918,9 @@ def around(level: Level | None) -> Iterator[Level]:
 
 @contextlib.contextmanager
 def _default_dtype_of(dtype: torch.dtype) -> Iterator[None]:
-    """While entered, this is the default dtype: the user's function may have changed it since the record began."""
+    """While entered, this is the default dtype: the user's function may have changed it since the
+    record began.
+    """
     now = _default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -716,6 +941,17 @@ def _without_strides(key: Any) -> Any:
     return key.like(key.shape, key.requires_grad) if type(key) is Aval else key
 
 
-_ATOMS = frozenset({
-    bool, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented), complex,
-})
+_ATOMS = frozenset(
+    {
+        bool,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        type(Ellipsis),
+        type(NotImplemented),
+        complex,
+    }
+)

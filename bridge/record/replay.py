@@ -1,4 +1,5 @@
 """Runs the entries of a record again on traced tensors, inside a program that JAX traces."""
+
 from __future__ import annotations
 
 import collections
@@ -23,14 +24,17 @@ from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
 
-#: By a transform's kind, the function that runs it again.  It takes the transform's function, the operands, and the params of the Begin and
-#: of the End; it returns the results and a function that pulls back, or None.
+#: By a transform's kind, the function that runs it again. It takes the transform's function, the
+#: operands, and the params of the Begin and of the End; it returns the results and a function that
+#: pulls back, or None.
 TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Block:
-    """A transform of the record, or the whole record: its entries, and the numbers of its values."""
+    """A transform of the record, or the whole record: its entries,
+    and the numbers of its values.
+    """
 
     begin: Begin | None
     operands: tuple[int, ...]
@@ -41,15 +45,22 @@ class Block:
     end: End | None = None
     results: tuple[int, ...] = ()  # those of its function
     first: int = 0  # its own first result
-    left: tuple[int, ...] = ()  # of a checkpoint or a Function, whose values inside cannot leave it: those that are used after it
+    # of a checkpoint or a Function, whose values inside cannot leave it: those that are used after
+    # it
+    left: tuple[int, ...] = ()
 
 
-def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int], looped: bool = True) -> tuple[Block, list[int]]:
-    """The record as a tree, and the numbers of its inputs.  The entries of a transform that has not ended run without the transform.
+def parsed(
+    trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int], looped: bool = True
+) -> tuple[Block, list[int]]:
+    """The record as a tree, and the numbers of its inputs. The entries of a transform that has not
+    ended run without the transform.
 
-    No loop begins before the last write to a tensor: the results of a loop share no memory with its operands, as views would.
+    No loop begins before the last write to a tensor: the results of a loop share no memory with its
+    operands, as views would.
 
-    results: the numbers of the values that are wanted.  looped: whether steps that repeat become a loop.
+    results: the numbers of the values that are wanted. looped: whether steps that repeat become a
+    loop.
     """
     uses = collections.Counter([*results, *[r for _, refs in trace for r in refs]])
     left = [*results, *[r for what, refs in trace if type(what) is Left for r in refs]]
@@ -84,7 +95,9 @@ def parsed(trace: Sequence[tuple[Any, tuple[int, ...]]], results: Sequence[int],
 
 
 class OnlyInside(EscapedTensorError):
-    """Raised for values that were to be used outside of the transforms that compute them, and exist only there; refs: their numbers."""
+    """Raised for values that were to be used outside of the transforms that compute them, and exist
+    only there; refs: their numbers.
+    """
 
     def __init__(self, refs: list[int]) -> None:
         super().__init__("tensor: it has no value outside of the transforms that compute it")
@@ -92,7 +105,9 @@ class OnlyInside(EscapedTensorError):
 
 
 class Run:
-    """One run of a record: the values by their numbers; numbers: the Python numbers of the record."""
+    """One run of a record: the values by their numbers; numbers:
+    the Python numbers of the record.
+    """
 
     def __init__(self, numbers: Sequence[Any]) -> None:
         self.env: dict[int, Any] = {}
@@ -100,7 +115,9 @@ class Run:
         self.pulls: dict[int, Callable[..., Any]] = {}
         self.open = False  # a transform is entered whose function is still running
 
-    def whole(self, trace: Sequence[tuple[Any, tuple[int, ...]]], inputs: Sequence[torch.Tensor]) -> None:
+    def whole(
+        self, trace: Sequence[tuple[Any, tuple[int, ...]]], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """Run a record that has ended, outside of programs."""
         entries, numbers = parsed(trace, [], looped=False)
         self.env.update(zip(numbers, inputs, strict=True))
@@ -125,7 +142,9 @@ class Run:
             elif type(entry) is loops.Loop:
                 try:
                     self.scan(entry)
-                except Exception:  # not possible as a loop; nothing has changed, and an error for another reason comes again
+                except Exception:
+                    # not possible as a loop; nothing has changed, and an error for another reason
+                    # comes again
                     self.run(entry.plain)
             else:
                 what, refs, first = entry
@@ -148,7 +167,12 @@ class Run:
                 inner = Run(python_numbers.in_repetition(numbers, loop.numbers, repetition))
                 for what, operands, first in loop.entries:
                     found = [
-                        self.env[x] if type(x) is int else arguments[x[1]] if x[0] == "carried" else inner.env[x[1]] for x in operands
+                        self.env[x]
+                        if type(x) is int
+                        else arguments[x[1]]
+                        if x[0] == "carried"
+                        else inner.env[x[1]]
+                        for x in operands
                     ]
                     inner.operator(what, found, first)
                 if level.writes:
@@ -168,30 +192,48 @@ class Run:
         numbers = self.numbers[self.used : self.used + count]
         self.used += count
         cast = op.autocast is not None or private.any_autocast()
-        with torch.set_grad_enabled(op.grad), within_autocast(op.autocast) if cast else contextlib.nullcontext():
-            out = self.called(op.func, filled(op.args, operands, numbers), filled(op.kwargs, operands, numbers))
+        with (
+            torch.set_grad_enabled(op.grad),
+            within_autocast(op.autocast) if cast else contextlib.nullcontext(),
+        ):
+            out = self.called(
+                op.func, filled(op.args, operands, numbers), filled(op.kwargs, operands, numbers)
+            )
         self.store(self._made(op, op.outs, out, operands), first)
 
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of a torch function."""
         return func(*args, **kwargs)
 
-    def _made(self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The new tensors among an operator's results; raises Unrecordable if the recorded function has seen another shape or dtype."""
+    def _made(
+        self, op: Op, outs: Any, out: Any, operands: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The new tensors among an operator's results; raises Unrecordable if the recorded function
+        has seen another shape or dtype.
+        """
         if type(outs) is not Out:
             pairs = zip(outs, out, strict=True) if isinstance(outs, tuple | list) else ()
             if type(outs) is Ref and out is not operands[outs.k]:
                 self.other(op)
             return [t for o, v in pairs for t in self._made(op, o, v, operands)]
-        if not self.open and (tuple(out.shape) != tuple(outs.aval.shape) or out.dtype != outs.aval.dtype):
-            raise Unrecordable(f"{op.func}: PyTorch says that its result is {outs.aval!r}, and it is {tuple(out.shape)} {out.dtype}")
+        if not self.open and (
+            tuple(out.shape) != tuple(outs.aval.shape) or out.dtype != outs.aval.dtype
+        ):
+            raise Unrecordable(
+                f"{op.func}: PyTorch says that its result is {outs.aval!r}, and it is "
+                f"{tuple(out.shape)} {out.dtype}"
+            )
         return [out]
 
     def other(self, op: Op) -> None:
         """Called if an operator's result is no longer the same object as an operand."""
 
     def outside(self, t: torch.Tensor) -> torch.Tensor:
-        """The value outside of transforms that have ended of a tensor that their function has kept."""
+        """The value outside of transforms that have ended of a tensor that
+        their function has kept.
+        """
         return tracing.outside(t)
 
     def store(self, values: Sequence[torch.Tensor], first: int) -> None:
@@ -219,8 +261,12 @@ class Run:
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
-            outs, pull = TRANSFORMS[block.begin.kind](body, operands, block.begin.params, block.end.params)
-        self.used = block.used_after  # however often body has run: a Function's own vmap may run another forward, and never this one
+            outs, pull = TRANSFORMS[block.begin.kind](
+                body, operands, block.begin.params, block.end.params
+            )
+        # however often body has run: a Function's own vmap may run another forward, and never this
+        # one
+        self.used = block.used_after
         if pull is not None:
             self.pulls[block.first] = pull
         self.store(outs, block.first)

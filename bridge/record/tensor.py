@@ -1,4 +1,7 @@
-"""The tensors that a function gets while it is recorded: they have a shape and a dtype, but no values."""
+"""The tensors that a function gets while it is recorded: they have a shape and a dtype, but no
+values.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,8 +22,8 @@ from bridge.trace.storage import contiguous, span
 class Unrecordable(BaseException):
     """The function does something that cannot be recorded.
 
-    ``Recorder.go_on`` goes on in PyTorch.  Where it cannot, this is raised, and PyTorch runs the outermost transform from its start, even
-    if the user's code catches this.
+    ``Recorder.go_on`` goes on in PyTorch. Where it cannot, this is raised, and PyTorch runs the
+    outermost transform from its start, even if the user's code catches this.
     """
 
     def __init__(self, reason: str) -> None:
@@ -37,8 +40,8 @@ class Aval:
     """The metadata of a recorded tensor; there is one object for each of these.
 
     Attributes:
-        lanes: of one that vmaps map, each vmap's depth, its size, and the stride from lane to lane; size and stride are 0 if the lanes lie
-            one behind another.
+        lanes: of one that vmaps map, each vmap's depth, its size, and the stride from lane to lane;
+            size and stride are 0 if the lanes lie one behind another.
     """
 
     shape: tuple[int, ...]
@@ -50,14 +53,26 @@ class Aval:
     lanes: tuple[tuple[int, int, int], ...] = ()
 
     def __repr__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} {self.device}{' grad' if self.requires_grad else ''}"
+        return (
+            f"{self.dtype}{list(self.shape)}{list(self.strides)}+{self.offset} "
+            f"{self.device}{' grad' if self.requires_grad else ''}"
+        )
 
     def meta(self) -> torch.Tensor:
-        """A tensor on the meta device, on which PyTorch infers the shapes of an operator's results."""
-        with torch.enable_grad():  # PyTorch refuses writes under grad mode to a view made without it
+        """A tensor on the meta device, on which PyTorch infers the shapes of
+        an operator's results.
+        """
+        # PyTorch refuses writes under grad mode to a view made without it
+        with torch.enable_grad():
             if self.offset:
-                span = self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
-                t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(self.shape, self.strides, self.offset)
+                span = (
+                    self.offset
+                    + 1
+                    + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n)
+                )
+                t = torch.empty(span, dtype=self.dtype, device="meta").as_strided(
+                    self.shape, self.strides, self.offset
+                )
             else:
                 t = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
             if self.requires_grad:  # such a tensor must be no leaf, or it could not be written to
@@ -72,7 +87,9 @@ class Aval:
 
     @_looked_up
     def lane(self, dim: int, depth: int) -> Aval:
-        """The aval of one lane of a tensor that a vmap maps over this dimension; depth: how many vmaps are around that one."""
+        """The aval of one lane of a tensor that a vmap maps over this dimension; depth: how many
+        vmaps are around that one.
+        """
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
         lanes = (*self.lanes, lane_of(depth, self.shape[dim], self.strides[dim], shape, strides))
         return aval(shape, strides, 0, self.dtype, self.device, self.requires_grad, lanes)
@@ -89,13 +106,29 @@ class Aval:
         if all(each[0] < depth for each in self.lanes):
             return self
         lanes = tuple([each for each in self.lanes if each[0] < depth])
-        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, self.requires_grad, lanes)
+        return aval(
+            self.shape,
+            self.strides,
+            self.offset,
+            self.dtype,
+            self.device,
+            self.requires_grad,
+            lanes,
+        )
 
     @_looked_up
     def with_grad(self, requires_grad: bool) -> Aval:
         if requires_grad is self.requires_grad:
             return self
-        return aval(self.shape, self.strides, self.offset, self.dtype, self.device, requires_grad, self.lanes)
+        return aval(
+            self.shape,
+            self.strides,
+            self.offset,
+            self.dtype,
+            self.device,
+            requires_grad,
+            self.lanes,
+        )
 
 
 @_looked_up
@@ -104,13 +137,19 @@ def aval(*what: Any) -> Aval:
     return Aval(*what)
 
 
-def lane_of(depth: int, size: int, stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """What ``Aval.lanes`` has of a vmap, if a lane has this shape and strides, and the stride from lane to lane is this."""
+def lane_of(
+    depth: int, size: int, stride: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """What ``Aval.lanes`` has of a vmap, if a lane has this shape and strides, and the stride from
+    lane to lane is this.
+    """
     return (depth, 0, 0) if stride >= span(shape, strides) else (depth, size, stride)
 
 
 def aval_of(t: torch.Tensor) -> Aval:
-    """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each batch of a data set would be another."""
+    """The aval of a tensor; where one of PyTorch's begins in its memory does not matter, or each
+    batch of a data set would be another.
+    """
     if type(t) is Recorded:
         return t.aval
     try:
@@ -121,7 +160,9 @@ def aval_of(t: torch.Tensor) -> Aval:
 
 
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:
-    """The avals of contiguous tensors with the same shapes, dtypes and devices that do not require grad."""
+    """The avals of contiguous tensors with the same shapes, dtypes and devices that do not require
+    grad.
+    """
     return [a.like(a.shape) for a in map(aval_of, given)]
 
 
@@ -130,7 +171,8 @@ class Recorded(torch.Tensor):
 
     Attributes:
         ref: its number there; -1 if what made it is no longer part of the record.
-        before: if it comes from transforms that have ended, (ref, aval, level, before) that it had in them.
+        before: if it comes from transforms that have ended, (ref, aval, level, before) that it had
+            in them.
     """
 
     ref: int
@@ -150,7 +192,8 @@ class Recorded(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         recorder = self.level.owner
         if self.level.open and recorder is state.recorder:
-            if private.function_modes() > recorder.ambient[-1] + 1:  # modes of the user's see it first
+            # modes of the user's see it first
+            if private.function_modes() > recorder.ambient[-1] + 1:
                 return torch.Tensor.__repr__(self)
             try:
                 return recorder.shown(self)

@@ -1,9 +1,13 @@
-"""Compiles programs in two tiers: at once without optimization, and later, in a thread, with all of XLA's optimizations.
+"""Compiles programs in two tiers: at once without optimization, and later, in a thread, with all of
+XLA's optimizations.
 
-The tiers round differently: the second one contracts a product and a sum to one operation, and adds up in another order.  No options of
-XLA's give both the same bits: those with which it compiles fast are the ones that round differently.  Therefore the tier changes only
-between two calls of a program, a backward pass is of its forward pass's tier, and no tier changes where results are compared bit by bit.
+The tiers round differently: the second one contracts a product and a sum to one operation, and adds
+up in another order. No options of XLA's give both the same bits: those with which it compiles fast
+are the ones that round differently. Therefore the tier changes only between two calls of a program,
+a backward pass is of its forward pass's tier, and no tier changes where results are compared bit by
+bit.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -23,61 +27,104 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling, private
+from bridge.jit.block_calls import BlockCalls, rows
 from bridge.process import log_once, process, without_collections
 from bridge.record import executables, fusions, vector_products
-from bridge.record.block_calls import BlockCalls, rows
 from bridge.trace.levels import state
 
-#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters that compile fastest.  An option
-#: that this jaxlib refuses is left out from then on.
+#: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters
+#: that compile fastest. An option that this jaxlib refuses is left out from then on.
 _FAST = {
-    "xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
     "xla_llvm_disable_expensive_passes": True,
 }
-#: XLA adds up more than 32 numbers in parts. That is more exact, but each part is a kernel of its own: without it a small program takes
-#: two thirds of the time to compile.
+#: XLA adds up more than 32 numbers in parts. That is more exact, but each part is a kernel of its
+#: own: without it a small program takes two thirds of the time to compile.
 _ONE_KERNEL = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
-_FEW = 1024  # so many numbers are added up one after the other: the relative error of float32 is about 1e-6
-#: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many operations at most, on so many elements, gain;
-#: in the steps of a loop, which are many, on so many elements.
+# so many numbers are added up one after the other: the relative error of float32 is about 1e-6
+_FEW = 1024
+#: Vectorized code takes LLVM four times as long, and runs in a third of the time: so many
+#: operations at most, on so many elements, gain; in the steps of a loop, which are many, on so many
+#: elements.
 _VECTORIZED, _IN_LOOPS = (300, 1 << 14), 1 << 18
-#: A function is compiled well when its runs, times this, have taken longer than its first compilation: a third of the second one, which
-#: must not hold up short scripts.  Who jits a function means to call it often.
+#: A function is compiled well when its runs, times this, have taken longer than its first
+#: compilation: a third of the second one, which must not hold up short scripts. Who jits a function
+#: means to call it often.
 _WORTH, _WORTH_OF_JITTED = 0.3, 1.0
 _SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
 class Once:
-    """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of XLA's optimizations."""
+    """A function of arrays of fixed shapes, compiled when it is first called: fast, or with all of
+    XLA's optimizations.
+    """
 
     __slots__ = (
-        "_again", "_changed", "_device", "_function", "_lock", "_name", "_placed", "_traced", "executable", "fast", "part", "storable",
-        "stored", "took",
-    )  # fmt: skip
+        "_again",
+        "_changed",
+        "_device",
+        "_function",
+        "_lock",
+        "_name",
+        "_placed",
+        "_traced",
+        "executable",
+        "fast",
+        "part",
+        "storable",
+        "stored",
+        "took",
+    )
 
     def __init__(
-        self, function: Callable[..., Any], changed: Sequence[Callable[[], Any]] = (), run: jax.stages.Compiled | None = None,
-        traced: Callable[[jax.stages.Traced], None] = lambda traced: None, device: jax.Device | None = None, fast: bool = True,
-        stored: bool = False, part: bool = False,
+        self,
+        function: Callable[..., Any],
+        changed: Sequence[Callable[[], Any]] = (),
+        run: jax.stages.Compiled | None = None,
+        traced: Callable[[jax.stages.Traced], None] = lambda traced: None,
+        device: jax.Device | None = None,
+        fast: bool = True,
+        stored: bool = False,
+        part: bool = False,
     ) -> None:
-        """changed: WeakMethods called after each compilation; run: an executable of another process; traced: called before XLA compiles.
+        """changed: WeakMethods called after each compilation; run: an executable of another
+        process; traced: called before XLA compiles.
 
-        device: where it runs; None: JAX's default device.  stored: whether the next process finds it by what it computes; what is called
-        for a record is stored with the record.  part: whether it is a part of a larger program.
+        device: where it runs; None: JAX's default device. stored: whether the next process finds it
+        by what it computes; what is called for a record is stored with the record. part: whether it
+        is a part of a larger program.
         """
         default = jax.devices()[0]
         self.stored, self.part = stored, part
         self._name: str | None = None  # of what it computes
-        self.storable = True  # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
-        self._function, self._changed, self._traced, self._device = function, changed, traced, device or default
+        # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
+        self.storable = True
+        self._function, self._changed, self._traced, self._device = (
+            function,
+            changed,
+            traced,
+            device or default,
+        )
         # JAX keeps what it traces with another default device apart
-        self._placed = contextlib.nullcontext if self._device == default else functools.partial(jax.default_device, device)
+        self._placed = (
+            contextlib.nullcontext
+            if self._device == default
+            else functools.partial(jax.default_device, device)
+        )
         self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
         self.executable: Any = run  # None: it is not compiled yet
-        # Whether it is, or will be, compiled fast.  Whoever asks for determinism compares the first call with later ones, and has programs
-        # of their own, because the setting is part of a program's key: these have one tier for life, the one that later runs need.
-        self.fast = fast and run is None and self._device.platform == "cpu" and not torch.are_deterministic_algorithms_enabled()
+        # Whether it is, or will be, compiled fast. Whoever asks for determinism compares the first
+        # call with later ones, and has programs of their own, because the setting is part of a
+        # program's key: these have one tier for life, the one that later runs need.
+        self.fast = (
+            fast
+            and run is None
+            and self._device.platform == "cpu"
+            and not torch.are_deterministic_algorithms_enabled()
+        )
         self.took = 0.0  # the seconds of its compilation
         self._lock = threading.Lock()
 
@@ -85,26 +132,37 @@ class Once:
         return (self.executable or self.compiled(*args))(*args)
 
     def compiled(self, *args: Any) -> Any:
-        """Compile it for these arguments, or wait for the thread that does; args: arrays, or their shapes and dtypes."""
+        """Compile it for these arguments, or wait for the thread that does; args: arrays, or their
+        shapes and dtypes.
+        """
         with self._lock:
             if self.executable is None:
                 start = time.perf_counter()
                 with compiling.correctly(), self._placed(), without_collections():
-                    # a function of its own for jit: what JAX keeps of a function's traces goes with it; the arguments that it does not use
-                    # are part of its name
-                    traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(*args)
-                    lowered: Any = traced.lower()  # its compile() does not declare all option types that it takes
+                    # a function of its own for jit: what JAX keeps of a function's traces goes with
+                    # it; the arguments that it does not use are part of its name
+                    traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(
+                        *args
+                    )
+                    # its compile() does not declare all option types that it takes
+                    lowered: Any = traced.lower()
                     self._traced(traced)
                     self._name = executables.name_of(lowered, self._device)
-                    self.executable, self.storable = executables.found(self._name, False, self.stored)
+                    self.executable, self.storable = executables.found(
+                        self._name, False, self.stored
+                    )
                     looped = bool(rows(traced.jaxpr.jaxpr)[1]) and not traced.jaxpr.effects
-                    if self.executable is not None or (self.stored and len(traced.jaxpr.eqns) <= _SMALL and not looped):
+                    if self.executable is not None or (
+                        self.stored and len(traced.jaxpr.eqns) <= _SMALL and not looped
+                    ):
                         self.fast = False
                     elif looped:
                         self._call_blocks(traced, args)
                     elif self.fast:
                         self._again = _lowering(traced, args)
-                        self.executable, self.storable = executables.found(self._name, True, self.stored)
+                        self.executable, self.storable = executables.found(
+                            self._name, True, self.stored
+                        )
                     if self.executable is None:
                         self._compile(lowered, traced.jaxpr.jaxpr)
                 self.took = time.perf_counter() - start
@@ -114,9 +172,15 @@ class Once:
             return self.executable
 
     def _call_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> None:
-        """Compile a program with loops over blocks piece by piece; compiled well, it is one, with its blocks one after the other."""
-        made = functools.partial(Once, device=self._device, fast=self.fast, stored=self.stored, part=True)
-        self.executable = calls = BlockCalls(traced.jaxpr, jax.tree.structure(traced.out_info), made)
+        """Compile a program with loops over blocks piece by piece; compiled well, it is one, with
+        its blocks one after the other.
+        """
+        made = functools.partial(
+            Once, device=self._device, fast=self.fast, stored=self.stored, part=True
+        )
+        self.executable = calls = BlockCalls(
+            traced.jaxpr, jax.tree.structure(traced.out_info), made
+        )
         self.storable = False
         avals = jax.tree.unflatten(jax.tree.structure(args), traced.jaxpr.in_avals)
         self._again = lambda: jax.jit(calls.in_one).lower(*avals)
@@ -126,25 +190,38 @@ class Once:
         before = state.from_jax
         if self._device.platform == "cpu":
             fusions.limited(lowered)
-        self.executable = _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
+        self.executable = (
+            _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
+        )
         self.storable = state.from_jax == before
         executables.keep(self._name, self.fast, self.executable, self.storable)
 
     def ahead(self, *avals: Any) -> None:
-        """Compile it in a thread for arguments of these shapes and dtypes, while the caller does something else."""
+        """Compile it in a thread for arguments of these shapes and dtypes, while the caller does
+        something else.
+        """
 
         def make() -> None:
-            with jax.enable_x64(True), contextlib.suppress(Exception):  # the call itself raises the error again
+            # the call itself raises the error again
+            with jax.enable_x64(True), contextlib.suppress(Exception):
                 self.compiled(*avals)
 
         process.compiler.later(make)
 
     def well(self) -> Once:
-        """The same function compiled with all optimizations: now if this one is compiled, else when it is first called."""
+        """The same function compiled with all optimizations: now if this one is compiled, else when
+        it is first called.
+        """
         if not self.fast:
             return self
         found = Once(
-            self._function, self._changed, traced=self._traced, device=self._device, fast=False, stored=self.stored, part=self.part
+            self._function,
+            self._changed,
+            traced=self._traced,
+            device=self._device,
+            fast=False,
+            stored=self.stored,
+            part=self.part,
         )
         if self._again is not None:
             found._name = self._name
@@ -156,7 +233,9 @@ class Once:
         return found
 
     def _stores(self) -> Callable[[], None]:
-        """A function that stores what has been compiled, and does not keep alive the user's function, which this object does."""
+        """A function that stores what has been compiled, and does not keep alive the user's
+        function, which this object does.
+        """
         name, fast, executable, changed = self._name, self.fast, self.executable, self._changed
         stored = self.stored and self.storable
 
@@ -171,17 +250,20 @@ class Once:
 
 
 class Tiers:
-    """The functions of a program that run one after the other, such as a forward and a backward pass, in the tier that is in use.
+    """The functions of a program that run one after the other, such as a forward and a backward
+    pass, in the tier that is in use.
 
     Attributes:
-        now: the functions. A caller that calls more than one takes this tuple once: a later call may put others there.
+        now: the functions. A caller that calls more than one takes this tuple once: a later call
+            may put others there.
     """
 
     __slots__ = ("_asked", "_next", "_ran", "now")
 
     def __init__(self, *functions: Once) -> None:
         self.now = functions
-        self._next: tuple[Once, ...] | None = None  # the functions compiled well, until a call takes them into use
+        # the functions compiled well, until a call takes them into use
+        self._next: tuple[Once, ...] | None = None
         self._ran, self._asked = 0.0, False
 
     def __call__(self, *args: Any) -> Any:
@@ -198,10 +280,14 @@ class Tiers:
         return self._next or self.now
 
     def ran(self, seconds: float) -> None:
-        """Note a call in which nothing was compiled; what has run for as long as compiling it well would take is compiled well."""
+        """Note a call in which nothing was compiled; what has run for as long as compiling it well
+        would take is compiled well.
+        """
         self._ran += seconds
         took = max([f.took for f in self.now if f.fast], default=0.0)
-        if not self._asked and 0.0 < took < self._ran * (_WORTH_OF_JITTED if self.now[0].stored else _WORTH):
+        if not self._asked and 0.0 < took < self._ran * (
+            _WORTH_OF_JITTED if self.now[0].stored else _WORTH
+        ):
             self._asked = True
             process.compiler.later(self._improve)
 
@@ -209,14 +295,18 @@ class Tiers:
         self._next = tuple([f.well() for f in self.now])
 
     def advance(self) -> None:
-        """Before a call: use the functions that are compiled well, if there are any and nobody compares bits."""
+        """Before a call: use the functions that are compiled well, if there are any and nobody
+        compares bits.
+        """
         found = self._next
         if found is not None and not private.bits_are_compared():
             self.now, self._next = found, None
 
 
 def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:
-    """A function that lowers the traced one anew.  What is lowered takes a megabyte, and JAX keeps it as long as the trace's own jaxpr."""
+    """A function that lowers the traced one anew. What is lowered takes a megabyte, and JAX keeps
+    it as long as the trace's own jaxpr.
+    """
     jaxpr, out = traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr), jax.tree.structure(traced.out_info)
     avals = jax.tree.unflatten(jax.tree.structure(args), jaxpr.in_avals)
 
@@ -227,8 +317,12 @@ def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], 
 
 
 def _longest_sum(jaxpr: Jaxpr) -> int:
-    """How many numbers are added up or multiplied at most for one result of a reduction; the products of matrices do not count."""
-    sums: list[Any] = [e for e in jaxpr.eqns if e.primitive in (lax.reduce_sum_p, lax.reduce_prod_p)]
+    """How many numbers are added up or multiplied at most for one result of a reduction; the
+    products of matrices do not count.
+    """
+    sums: list[Any] = [
+        e for e in jaxpr.eqns if e.primitive in (lax.reduce_sum_p, lax.reduce_prod_p)
+    ]
     counts = [math.prod([e.invars[0].aval.shape[d] for d in e.params["axes"]]) for e in sums]
     return max([*counts, *map(_longest_sum, subjaxprs(jaxpr))], default=0)
 
@@ -239,18 +333,25 @@ def _operations(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def _gains(jaxpr: Jaxpr) -> bool:
-    """Whether vectorized code pays from the first run on; the time of a loop is that of its steps, which are mostly small."""
+    """Whether vectorized code pays from the first run on; the time of a loop is that of its steps,
+    which are mostly small.
+    """
     every = _operations(jaxpr)
     found = [eqn for eqn in every if eqn.primitive.name in ("scan", "while")]
     if found:
-        steps = [eqn for inner in subjaxprs(jaxpr.replace(eqns=found)) for eqn in _operations(inner)]
+        steps = [
+            eqn for inner in subjaxprs(jaxpr.replace(eqns=found)) for eqn in _operations(inner)
+        ]
         return _largest(steps) >= _IN_LOOPS
     return len(every) <= _VECTORIZED[0] and _largest(every) >= _VECTORIZED[1]
 
 
 def _largest(operations: Sequence[JaxprEqn]) -> int:
     """The number of elements of the largest result."""
-    return max([math.prod(getattr(v.aval, "shape", ())) for eqn in operations for v in eqn.outvars], default=0)
+    return max(
+        [math.prod(getattr(v.aval, "shape", ())) for eqn in operations for v in eqn.outvars],
+        default=0,
+    )
 
 
 def _fast(lowered: Any, jaxpr: Jaxpr, part: bool) -> jax.stages.Compiled:
@@ -260,7 +361,11 @@ def _fast(lowered: Any, jaxpr: Jaxpr, part: bool) -> jax.stages.Compiled:
         options["xla_backend_optimization_level"] = 1
     while True:
         try:
-            fast = {option: value for option, value in options.items() if option not in process.unknown_options}
+            fast = {
+                option: value
+                for option, value in options.items()
+                if option not in process.unknown_options
+            }
             return lowered.compile(fast)
         except jax.errors.JaxRuntimeError as error:
             unknown = {option for option in fast if f"'{option}'" in str(error)}
@@ -274,34 +379,43 @@ def _well(lowered: Any) -> jax.stages.Compiled:
 
 
 class _Worker:
-    """A thread that compiles the waiting programs one after the other, and ends if none has come for a while.
+    """A thread that compiles the waiting programs one after the other, and ends if none has come
+    for a while.
 
-    It stores programs when nothing is to be compiled: that is work in Python, which would hold up the very call that has compiled one.
+    It stores programs when nothing is to be compiled: that is work in Python, which would hold up
+    the very call that has compiled one.
     """
 
     def __init__(self) -> None:
         self.waiting: queue.SimpleQueue[tuple[Callable[[], None], bool]] = queue.SimpleQueue()
-        self.idle: collections.deque[Callable[[], None]] = collections.deque()  # what is done when nothing has come for ``_IDLE``
+        # what is done when nothing has come for ``_IDLE``
+        self.idle: collections.deque[Callable[[], None]] = collections.deque()
         self.starting = threading.Lock()
         self.thread: threading.Thread | None = None
         self.ended = False
         atexit.register(self.end)
 
     def later(self, work: Callable[[], None], idle: bool = False) -> None:
-        """Do this work after the work that waits already; idle: when nothing else is to be done, but even if the process ends first."""
+        """Do this work after the work that waits already; idle: when nothing else is to be done,
+        but even if the process ends first.
+        """
         with self.starting:
             if self.ended:
                 return
             self.waiting.put((work, idle))
             if self.thread is None or not self.thread.is_alive():
-                self.thread = threading.Thread(target=self.run, name="torchfunc_jax compiles", daemon=True)
+                self.thread = threading.Thread(
+                    target=self.run, name="torchfunc_jax compiles", daemon=True
+                )
                 self.thread.start()
 
     def run(self) -> None:
         quiet = False  # whether nothing has come for ``_IDLE`` seconds
         while True:
             try:
-                work, idle = self.waiting.get(timeout=0 if self.ended or (quiet and self.idle) else _IDLE if self.idle else 5)
+                work, idle = self.waiting.get(
+                    timeout=0 if self.ended or (quiet and self.idle) else _IDLE if self.idle else 5
+                )
             except queue.Empty:
                 if not self.idle:
                     return
@@ -317,13 +431,19 @@ class _Worker:
 
     def do(self, work: Callable[[], None]) -> None:
         try:
-            with private.set_forward_mode_enabled(False):  # all threads see the level of forward_ad's that another one is in
+            # all threads see the level of forward_ad's that another one is in
+            with private.set_forward_mode_enabled(False):
                 work()
         except Exception:  # calls go on with what there is, and the thread with what waits
-            log_once("a program could not be compiled with all optimizations, or not be stored: it goes on as it was compiled first")
+            log_once(
+                "a program could not be compiled with all optimizations, or not be stored: it goes "
+                "on as it was compiled first"
+            )
 
     def end(self) -> None:
-        """Wait for the compilation in progress, because XLA may crash if the process exits during one, and do what is not done yet."""
+        """Wait for the compilation in progress, because XLA may crash if the process exits during
+        one, and do what is not done yet.
+        """
         self.ended = True
         if process.forked:  # the thread belongs to the parent, and so does what it has to do
             return

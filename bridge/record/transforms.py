@@ -1,4 +1,7 @@
-"""Records transforms: decides whether one is recorded, runs its function meanwhile, and keeps records for later calls (vjp, linearize)."""
+"""Records transforms: decides whether one is recorded, runs its function meanwhile, and keeps
+records for later calls (vjp, linearize).
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +32,8 @@ from bridge.record.tensor import Aval, Unrecordable
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import state
 
-#: The tensors among a recorded transform's results, and a function that builds the results from tensors.
+#: The tensors among a recorded transform's results, and a function that builds the results from
+#: tensors.
 Recording = tuple[list[Any], Callable[[Sequence[Any]], Any]]
 NOT_RECORDED = object()
 _EMPTY = types.CellType()  # of a variable that is not bound yet
@@ -37,9 +41,13 @@ _log = logging.getLogger("torchfunc_jax")
 
 
 def transform(
-    func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool = False
+    func: Callable[..., Any],
+    leaves: Sequence[Any],
+    record: Callable[[Recorder], Recording],
+    lasting: bool = False,
 ) -> Any:
-    """Run a transform: write it down as a part of the record in progress, or make a record of it and run that.
+    """Run a transform: write it down as a part of the record in progress, or make a record of it
+    and run that.
 
     What cannot be recorded is run by PyTorch itself.
 
@@ -50,7 +58,8 @@ def transform(
         lasting: whether the record, if one is made, will be repeated.
 
     Returns:
-        The results; NOT_RECORDED in a trace, and for jax.Arrays that torch cannot have, such as those of a trace of JAX's own.
+        The results; NOT_RECORDED in a trace, and for jax.Arrays that torch cannot have, such as
+            those of a trace of JAX's own.
 
     Raises:
         OfArrays: the leaves are other jax.Arrays; the call is one of tensors then.
@@ -63,7 +72,8 @@ def transform(
     if recorder is None:
         return _outermost(func, leaves, record, lasting)
     level = recorder.level
-    with recorder.unwatched() as watched:  # only the transform's function is recorded, not its checks
+    # only the transform's function is recorded, not its checks
+    with recorder.unwatched() as watched:
         try:
             if not watched:
                 raise Unrecordable("a transform inside of an operator")
@@ -77,7 +87,9 @@ def transform(
 
 
 def has_arrays(leaves: Sequence[Any]) -> bool:
-    """Whether there are jax.Arrays among the leaves of an un-jitted call, and JAX has to run it; raises OfArrays if torch can have them."""
+    """Whether there are jax.Arrays among the leaves of an un-jitted call, and JAX has to run it;
+    raises OfArrays if torch can have them.
+    """
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     if arrays and state.level is None and not state.in_jax:
         if state.recorder is not None:
@@ -87,17 +99,27 @@ def has_arrays(leaves: Sequence[Any]) -> bool:
     return bool(arrays)
 
 
-def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable[[Recorder], Recording], lasting: bool) -> Any:
+def _outermost(
+    func: Callable[..., Any],
+    leaves: Sequence[Any],
+    record: Callable[[Recorder], Recording],
+    lasting: bool,
+) -> Any:
     devices, modes = _function_modes() if private.function_modes() else ([], [])
     recorder: Recorder | None = None
     reason: Any = None
     if modes:
-        private.leave_function_modes(len(modes))  # but for the function itself, the whole call is without them
+        # but for the function itself, the whole call is without them
+        private.leave_function_modes(len(modes))
     try:
         recorder = Recorder(run, devices[-1] if devices else None, modes)
         recorder.lasting, recorder.resumable = lasting, True
         reason = _known_reason(devices)
-        if reason is None and process.unrecordable and _key(recorder, func, leaves) in process.unrecordable:
+        if (
+            reason is None
+            and process.unrecordable
+            and _key(recorder, func, leaves) in process.unrecordable
+        ):
             reason = "an earlier call could not be recorded"
         if reason is None:
             try:
@@ -110,7 +132,11 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
             finally:
                 if recorder.refused is not None:
                     process.unrecordable.add(_key(recorder, func, leaves))
-                    _log.info("%s runs in PyTorch: %s", getattr(func, "__qualname__", func), recorder.refused)
+                    _log.info(
+                        "%s runs in PyTorch: %s",
+                        getattr(func, "__qualname__", func),
+                        recorder.refused,
+                    )
             recorder = Recorder(run, recorder.default_device, recorder.above)
         recorder.in_torch = InTorch()
         try:
@@ -122,7 +148,10 @@ def _outermost(func: Callable[..., Any], leaves: Sequence[Any], record: Callable
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         if recorder is not None and recorder.in_torch is not None:
             why = f"PyTorch runs this call, which cannot be recorded ({reason or recorder.refused})"
-            error.add_note(f"{why}." if advice(error) else f"{why}; jit compiles all of it, and may allow it.")  # jit refuses these too
+            # jit refuses these too
+            error.add_note(
+                f"{why}." if advice(error) else f"{why}; jit compiles all of it, and may allow it."
+            )
         raise
     finally:
         if recorder is not None and recorder.in_torch is not None:
@@ -145,7 +174,9 @@ def _known_reason(devices: Sequence[torch.device]) -> str | None:
 
 
 def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> Any:
-    """Record the call of an outermost transform, and run the record; raises Unrecordable if that is not possible."""
+    """Record the call of an outermost transform, and run the record; raises Unrecordable if that is
+    not possible.
+    """
     state.recorder = recorder
     try:
         with intercepted.intercepted(), recorder.drawing():
@@ -155,8 +186,13 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
         state.recorder = None
         refs = [t.ref for t in outs]
         kept = Left(recorder, refs)
-        # later writes to its inputs, and its own, change no result of later runs; a write to one that requires grad raises
-        inputs = [t if t.requires_grad else t.detach().clone() for t in recorder.inputs] if recorder.lasting else []
+        # later writes to its inputs, and its own, change no result of later runs; a write to one
+        # that requires grad raises
+        inputs = (
+            [t if t.requires_grad else t.detach().clone() for t in recorder.inputs]
+            if recorder.lasting
+            else []
+        )
         try:
             found = _run(recorder, [*refs, *kept.refs])
         except replay.OnlyInside as error:
@@ -176,7 +212,9 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
 
 
 def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Run a record that has ended, in PyTorch if no program can, or if it is not compiled yet; the values with these numbers."""
+    """Run a record that has ended, in PyTorch if no program can, or if it is not compiled yet; the
+    values with these numbers.
+    """
     cold = None
     try:
         return run(recorder, refs, True)
@@ -200,7 +238,9 @@ def _run(recorder: Recorder, refs: Sequence[int]) -> Sequence[torch.Tensor]:
 
 
 def _code_of(fn: Callable[..., Any]) -> Any:
-    """The code object that a function runs, which all closures made from it share; a C function itself; for any other callable its type."""
+    """The code object that a function runs, which all closures made from it share; a C function
+    itself; for any other callable its type.
+    """
     while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
     if isinstance(fn, types.BuiltinFunctionType):
@@ -209,16 +249,27 @@ def _code_of(fn: Callable[..., Any]) -> Any:
 
 
 def _key(recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """What the calls have in common of which one could not be recorded: code, what it closes over, modes, dtypes, numbers of dimensions."""
+    """What the calls have in common of which one could not be recorded: code, what it closes over,
+    modes, dtypes, numbers of dimensions.
+    """
     func = getattr(func, "transforms", func)
-    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY]
+    cells = [
+        cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY
+    ]
     within = tuple([x.__code__ if isinstance(x, types.FunctionType) else type(x) for x in cells])
     modes = tuple(map(type, recorder.above))
-    return _code_of(func), within, modes, tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)])
+    return (
+        _code_of(func),
+        within,
+        modes,
+        tuple([(x.dtype, x.dim()) for x in leaves if isinstance(x, torch.Tensor)]),
+    )
 
 
 def _function_modes() -> tuple[list[torch.device], list[TorchFunctionMode]]:
-    """The default devices that the outermost torch function modes set, and the user's modes: those from the first on that sets none."""
+    """The default devices that the outermost torch function modes set, and the user's modes: those
+    from the first on that sets none.
+    """
     modes = private.function_mode_stack()
     devices: list[torch.device] = []
     for mode in modes:
@@ -230,13 +281,22 @@ def _function_modes() -> tuple[list[torch.device], list[TorchFunctionMode]]:
 
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """While entered, torch functions are not written down in the record in progress, and no mode of the user's sees them."""
+    """While entered, torch functions are not written down in the record in progress, and no mode of
+    the user's sees them.
+    """
     return contextlib.nullcontext() if state.recorder is None else state.recorder.unwatched()
 
 
 def entered(
-    recorder: Recorder, func: Callable[..., Any], kind: str, params: Any, leaves: Sequence[Any], spec: Any, avals: Sequence[Aval],
-    more: Sequence[Any], finish: Callable[[Any], tuple[list[Any], Any]],
+    recorder: Recorder,
+    func: Callable[..., Any],
+    kind: str,
+    params: Any,
+    leaves: Sequence[Any],
+    spec: Any,
+    avals: Sequence[Aval],
+    more: Sequence[Any],
+    finish: Callable[[Any], tuple[list[Any], Any]],
 ) -> tuple[list[Any], Any]:
     """Begin a transform and run func on its arguments; returns what finish makes of func's result.
 
@@ -246,10 +306,17 @@ def entered(
         more: further operands of the transform.
         finish: takes func's result; returns the tensors in it, and something else for the caller.
     """
-    arguments = iter(recorder.begin(kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals))
+    arguments = iter(
+        recorder.begin(
+            kind, params, [*[x for x in leaves if isinstance(x, torch.Tensor)], *more], avals
+        )
+    )
 
     def call() -> Any:
-        args, kwargs = trees.unflatten(spec, with_twins([next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves]))
+        args, kwargs = trees.unflatten(
+            spec,
+            with_twins([next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves]),
+        )
         with contextlib.ExitStack() as stack:
             if kind in ("grad", "jacrev", "vjp"):
                 stack.enter_context(torch.enable_grad())
@@ -277,7 +344,8 @@ def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], 
 
 
 class Kept:
-    """A recorded vjp or linearize, whose returned function is called later: that of vjp pulls back, that of linearize pushes forward.
+    """A recorded vjp or linearize, whose returned function is called later: that of vjp pulls back,
+    that of linearize pushes forward.
 
     Args:
         func: the user's function.
@@ -290,22 +358,39 @@ class Kept:
         self.recorder, self.level = recorder, recorder.level
         self.first: int = outs[0].ref if recorder.in_torch is None else -1
         self.by_torch: Pull | None = None if recorder.in_torch is None else recorder.in_torch.pull
-        self.outermost = recorder.lasting and recorder.level is None  # the record ends with it, and is repeated for each call
-        self.versions = autograd.versions([t for t in recorder.inputs if t.requires_grad]) if self.outermost else []
+        # the record ends with it, and is repeated for each call
+        self.outermost = recorder.lasting and recorder.level is None
+        self.versions = (
+            autograd.versions([t for t in recorder.inputs if t.requires_grad])
+            if self.outermost
+            else []
+        )
 
     @property
     def pull(self) -> Pull | None:
         """What calls the returned function, if PyTorch has run the transform."""
-        known = None if self.recorder.in_torch is None else self.recorder.in_torch.pulls.get(self.first)
+        known = (
+            None if self.recorder.in_torch is None else self.recorder.in_torch.pulls.get(self.first)
+        )
         return self.by_torch or known
 
-    def either(self, ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The returned function: ours, or if torch looks at a call and PyTorch has not run the transform, what theirs returns."""
+    def either(
+        self, ours: Callable[..., Any], theirs: Callable[[], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """The returned function: ours, or if torch looks at a call and PyTorch has not run the
+        transform, what theirs returns.
+        """
         found = handing_over.either(ours, theirs, nested=True)
-        return public(lambda *args, **kwargs: (found if self.pull is None else ours)(*args, **kwargs))
+        return public(
+            lambda *args, **kwargs: (found if self.pull is None else ours)(*args, **kwargs)
+        )
 
     def call(
-        self, operands: Sequence[torch.Tensor], avals: Sequence[Aval], build: Callable[[Sequence[Any]], Any], again: Callable[[], Any]
+        self,
+        operands: Sequence[torch.Tensor],
+        avals: Sequence[Aval],
+        build: Callable[[Sequence[Any]], Any],
+        again: Callable[[], Any],
     ) -> Any:
         """Call the returned function.
 
@@ -321,14 +406,24 @@ class Kept:
                 recorder.in_torch.numbers = self.recorder.numbers
                 recorder.in_torch.whole(self.recorder.trace, self.recorder.inputs)
                 return recorder.in_torch.pulls[self.first](operands), build
-            first = self.first if recorder is self.recorder else recorder.repeat(self.recorder)[self.first]
+            first = (
+                self.first
+                if recorder is self.recorder
+                else recorder.repeat(self.recorder)[self.first]
+            )
             return recorder.pull(first, operands, avals), build
 
         if self.pull is not None and state.level is None:
             if state.recorder is not None and state.recorder is not self.recorder:
-                state.recorder.go_on(Unrecordable("a function that vjp or linearize has returned, which PyTorch runs"))
+                state.recorder.go_on(
+                    Unrecordable(
+                        "a function that vjp or linearize has returned, which PyTorch runs"
+                    )
+                )
             return build(self.pull(operands))
-        if not self.outermost and (state.recorder is not self.recorder or (self.level is not None and not self.level.open)):
+        if not self.outermost and (
+            state.recorder is not self.recorder or (self.level is not None and not self.level.open)
+        ):
             raise escaped(self.level)
         autograd.check_unchanged(self.versions)
         done = transform(self.func, operands, record)
@@ -336,5 +431,3 @@ class Kept:
             return done
         with having(state, in_jax=True):
             return again()
-
-

@@ -1,4 +1,7 @@
-"""Runs lowerings in the trace of a program: what they compute from constants alone is computed now."""
+"""Runs lowerings in the trace of a program: what they compute from constants
+alone is computed now.
+"""
+
 from __future__ import annotations
 
 import math
@@ -12,28 +15,41 @@ from bridge.trace.levels import state
 
 
 class NotConstant(Exception):
-    """Raised by an operation whose result must not be a constant of the program, such as a random number."""
+    """Raised by an operation whose result must not be a constant of the program, such as a random
+    number.
+    """
 
 
 def run(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """lower(*args, **kwargs); a small computation on constants is done now (``torch.tensor(3).item()``)."""
-    operands = [v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))]
+    """lower(*args, **kwargs); a small computation on constants is done now
+    (``torch.tensor(3).item()``).
+    """
+    operands = [
+        v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))
+    ]
     if any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
         return _inlined(lower, args, kwargs)
-    size = sum(math.prod(n for n in x if isinstance(n, int) and n > 0) for x in args if type(x) in (list, tuple))
+    size = sum(
+        math.prod(n for n in x if isinstance(n, int) and n > 0)
+        for x in args
+        if type(x) in (list, tuple)
+    )
     if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > state.folded:
         return _inlined(lower, args, kwargs)
     try:
         with jax.ensure_compile_time_eval():
             return lower(*args, **kwargs)
-    except (NotConstant, jax.errors.JAXTypeError):  # the lowering draws random numbers, or a key, which are inputs of the program
+    except (NotConstant, jax.errors.JAXTypeError):
+        # the lowering draws random numbers, or a key, which are inputs of the program
         return _inlined(lower, args, kwargs)
 
 
 def _inlined(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a lowering without JAX's inner jits: a program is traced once, and each inner jit would be a trace of its own.
+    """Run a lowering without JAX's inner jits: a program is traced once, and each inner jit would
+    be a trace of its own.
 
-    Those on empty arrays stay.  JAX drops such operands, and only the call of a jitted function still shows what PyTorch goes back to.
+    Those on empty arrays stay. JAX drops such operands, and only the call of a jitted function
+    still shows what PyTorch goes back to.
     """
     if any(isinstance(x, jax.Array) and not x.size for x in args):
         return lower(*args, **kwargs)

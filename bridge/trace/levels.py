@@ -1,7 +1,9 @@
 """The state of a trace: each thread has a stack of levels, one per active transform.
 
-A level knows which tensors it may write to, how it draws random numbers and which tensors from outside it has met.
+A level knows which tensors it may write to, how it draws random numbers and which tensors from
+outside it has met.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -17,9 +19,9 @@ from bridge.errors import NotInLoopError
 from bridge.trace.storage import Node
 
 _CAPTURED_WRITE = (
-    "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place operation ({op}) that would "
-    "mutate a captured Tensor. This is not supported; please rewrite the function being transformed to explicitly accept the "
-    "mutated Tensor(s) as inputs."
+    "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call "
+    "in-place operation ({op}) that would mutate a captured Tensor. This is not supported; please "
+    "rewrite the function being transformed to explicitly accept the mutated Tensor(s) as inputs."
 )
 
 
@@ -27,57 +29,87 @@ _CAPTURED_WRITE = (
 class Level:
     """One transform in progress."""
 
-    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a step that runs several times),
-    #: "checkpoint" (what the backward pass computes again), "block" (of equal blocks, the one that is traced for others) or "plain"
+    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a
+    #: step that runs several times), "checkpoint" (what the backward pass computes again), "block"
+    #: (of equal blocks, the one that is traced for others) or "plain"
     kind: str
     parent: Level | None
     randomness: str | None = None  # for vmap: "error", "same" or "different"
-    key: Any = None  # gives the JAX key that random operators of this level draw from; None: they draw from the parent's
+    # gives the JAX key that random operators of this level draw from; None: they draw from the
+    # parent's
+    key: Any = None
     root: Level = field(init=False)
     draws: int = 0
-    writes: dict[Node, Any] = field(default_factory=dict)  # nodes of outer levels that this level has written to, with their earlier values
+    # nodes of outer levels that this level has written to, with their earlier values
+    writes: dict[Node, Any] = field(default_factory=dict)
     closed: bool = False
     lane: Any = None  # in a vmap with randomness="different": the number of the lane
     size: int = 0  # of a vmap: the number of lanes
     keyed: bool = False  # random operators draw from JAX's keys, although torch draws elsewhere
     operator: Any = None
     writer: Any = None  # the operator that wrote last
-    outer: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that require grad and that this level has read
-    met: dict[int, Any] = field(default_factory=dict)  # tensors of outer levels that this level has read or written to
+    # tensors of outer levels that require grad and that this level has read
+    outer: dict[int, Any] = field(default_factory=dict)
+    # tensors of outer levels that this level has read or written to
+    met: dict[int, Any] = field(default_factory=dict)
     probe: Any = None  # JAX's trace of a vmap, or of what a transform differentiates
-    strict: bool = False  # of a jvp: whether it asks which outputs depend on the primals; of the root: whether a jvp inside does
-    # -- in the root alone ----------------------------------------------------------------------------------------------------------------
+    # of a jvp: whether it asks which outputs depend on the primals; of the root: whether a jvp
+    # inside does
+    strict: bool = False
+    # -- in the root alone -------------------------------------------------------------------------
     #: plain torch tensors met while tracing, by id, and the nodes that stand for them
     captured: dict[int, tuple[torch.Tensor, Node]] = field(default_factory=dict)
     overrides: dict[int, Any] = field(default_factory=dict)
-    #: sparse tensors that stand for those made in the trace, by id, with their indices and values (bridge/operators/sparse.py)
+    #: sparse tensors that stand for those made in the trace, by id, with their indices and values
+    #: (bridge/operators/sparse.py)
     sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    constant: frozenset[int] = frozenset()  # by id, captured tensors whose values the function may ask for
-    #: by a torch generator's identity, or None for the default one: the generator, and the JAX key that came from it
+    # by id, captured tensors whose values the function may ask for
+    constant: frozenset[int] = frozenset()
+    #: by a torch generator's identity, or None for the default one: the generator, and the JAX key
+    #: that came from it
     keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
-    drawn: Any = None  # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators draw from JAX's keys
-    with_history: set[int] = field(default_factory=set)  # the captured tensors that required grad when they were met
-    stops: bool = True  # whether what is computed under no_grad is a constant to transforms around the trace
+    # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators
+    # draw from JAX's keys
+    drawn: Any = None
+    # the captured tensors that required grad when they were met
+    with_history: set[int] = field(default_factory=set)
+    # whether what is computed under no_grad is a constant to transforms around the trace
+    stops: bool = True
     made: int = 0  # in a program: how many arguments and results the user's functions have got, and
-    leaves: frozenset[int] = frozenset()  # the numbers of those that require grad, because the function asks for gradients by them
-    grads: Any = None  # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch tensors
-    read: Any = ()  # the places of ``.grad``s that are no inputs and that this function has read, each with what was there, and
+    # the numbers of those that require grad, because the function asks for gradients by them
+    leaves: frozenset[int] = frozenset()
+    # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch
+    # tensors
+    grads: Any = None
+    # the places of ``.grad``s that are no inputs and that this function has read, each with what
+    # was there, and
+    read: Any = ()
     graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
-    owners: Any = ()  # what a jitted function may change: (programs.holders.Holder, the object that it holds)
+    # what a jitted function may change: (programs.holders.Holder, the object that it holds)
+    owners: Any = ()
     changes: Any = ()  # the jit.effects.Changes of Python objects that it makes
-    device: Any = None  # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None: they are on the CPU
+    # the accelerator that some of its tensors are on, a torch.device: JAX computes there; None:
+    # they are on the CPU
+    device: Any = None
 
     def __post_init__(self) -> None:
         self.root = self if self.parent is None else self.parent.root
 
     def before_write(self, node: Node) -> None:
-        """Called before a root node changes: refuses a write that is not allowed here, and remembers the earlier value of an outer node."""
+        """Called before a root node changes: refuses a write that is not allowed here, and
+        remembers the earlier value of an outer node.
+        """
         self.writer = self.operator
         if node.level is self:
             return
-        if self.kind in ("grad", "jvp") and not getattr(self.operator, "_overloadname", "").endswith("out"):  # torch.func allows out=
-            raise RuntimeError(_CAPTURED_WRITE.format(op=getattr(self.operator, "name", lambda: self.operator)()))
+        # torch.func allows out=
+        if self.kind in ("grad", "jvp") and not getattr(
+            self.operator, "_overloadname", ""
+        ).endswith("out"):
+            raise RuntimeError(
+                _CAPTURED_WRITE.format(op=getattr(self.operator, "name", lambda: self.operator)())
+            )
         self.writes.setdefault(node, node.value)
 
 
@@ -87,33 +119,49 @@ class _State(threading.local):
     level: Level | None = None  # the innermost level of the trace in progress
     late: Level | None = None  # the level of Python that runs after its trace has closed
     recorder: Any = None  # the record.recorder.Recorder of the un-jitted call in progress
-    of_arrays = False  # whether the un-jitted call in progress is one of tensors in the place of jax.Arrays
-    in_jax = False  # whether un-jitted calls belong to a trace of JAX's own, also those without jax.Arrays
+    # whether the un-jitted call in progress is one of tensors in the place of jax.Arrays
+    of_arrays = False
+    # whether un-jitted calls belong to a trace of JAX's own, also those without jax.Arrays
+    in_jax = False
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
     arguments: Any = ()  # the leaves of the arguments of the compiled program that is called
     given: Any = ((), {})  # and the arguments themselves, the positional and the named ones
     replaying = False  # a record's program is being traced; calls from other lines will run it too
     jitting = False  # a jitted function is being traced
     undone: Any = None  # the effects.Effects of a jitted function that has raised in a trace
-    any_size = False  # the operations of a trace may not depend on sizes, because several traces become one program
+    # the operations of a trace may not depend on sizes, because several traces become one program
+    any_size = False
     exporting = False  # the program that is traced will run in other processes, without PyTorch
-    first: Any = None  # the first operand of a random operator that runs, if its numbers follow how that operand lies in memory
+    # the first operand of a random operator that runs, if its numbers follow how that operand lies
+    # in memory
+    first: Any = None
     filling = False  # the function has called Tensor.bernoulli_ itself, which dropout does from C++
-    folded = 4096  # elements: a program that is traced holds the results of such small computations on constants; -1: of none
+    # elements: a program that is traced holds the results of such small computations on constants;
+    # -1: of none
+    folded = 4096
     from_jax = 0  # how many programs JAX has loaded from its own cache folder on this thread
-    applied = False  # PyTorch has entered no_grad only to call the forward that torch.library has generated for an operator
+    # PyTorch has entered no_grad only to call the forward that torch.library has generated for an
+    # operator
+    applied = False
     trying = False  # a program runs on zeros, only to be compiled
-    cold: str | None = None  # who runs a call whose program is not compiled yet: "jax" or "torch"; None: as everywhere
-    random_numbers: str | None = None  # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
-    attention_scores: float | None = None  # how many of a head are computed at once on this thread; None: as everywhere
+    # who runs a call whose program is not compiled yet: "jax" or "torch"; None: as everywhere
+    cold: str | None = None
+    # who draws random numbers on this thread: "torch" or "jax"; None: as everywhere
+    random_numbers: str | None = None
+    # how many of a head are computed at once on this thread; None: as everywhere
+    attention_scores: float | None = None
 
 
 state = _State()
 
 
 @contextlib.contextmanager
-def push(kind: str, randomness: str | None = None, key: Callable[[], jax.Array] | None = None) -> Iterator[Level]:
-    """Enter a level.  On exit, writes to outer levels' tensors are undone; the caller repeats them one level up with the new values."""
+def push(
+    kind: str, randomness: str | None = None, key: Callable[[], jax.Array] | None = None
+) -> Iterator[Level]:
+    """Enter a level. On exit, writes to outer levels' tensors are undone; the caller repeats them
+    one level up with the new values.
+    """
     parent = state.level
     level = Level(kind, parent, randomness, key)
     state.level = level
@@ -130,7 +178,8 @@ def push(kind: str, randomness: str | None = None, key: Callable[[], jax.Array] 
         if parent is not None and (level.outer or level.met):
             parent.outer.update(_still_open(level.outer))
             parent.met.update(_still_open(level.met))
-        level.outer, level.met = {}, {}  # a tensor that the function has kept has this level, and these may be views of it
+        # a tensor that the function has kept has this level, and these may be views of it
+        level.outer, level.met = {}, {}
 
 
 def around(level: Level | None = None) -> Iterator[Level]:
@@ -152,7 +201,9 @@ def innermost(*kinds: str) -> Level | None:
 
 
 class NotInCheckpoint(Exception):
-    """Raised inside of a checkpoint by what differs between the transforms around it: there the values do not tell these apart."""
+    """Raised inside of a checkpoint by what differs between the transforms around it: there the
+    values do not tell these apart.
+    """
 
 
 def refuse_in_checkpoint() -> None:
@@ -162,7 +213,9 @@ def refuse_in_checkpoint() -> None:
 
 
 def refuse_in_loop(what: str, kind: str = "loop") -> None:
-    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop; kind: that of the step's level."""
+    """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop;
+    kind: that of the step's level.
+    """
     if innermost(kind) is not None:
         raise NotInLoopError(f"{what}, in a loop")
 
@@ -170,4 +223,8 @@ def refuse_in_loop(what: str, kind: str = "loop") -> None:
 def _still_open(tensors: dict[int, Any]) -> dict[int, Any]:
     """The tensors whose level has not closed; a tensor from outside has no level and stays."""
     nodes = {key: getattr(t, "node", None) for key, t in tensors.items()}
-    return {key: tensors[key] for key, node in nodes.items() if node is None or not (node.level.closed or node.root.level.closed)}
+    return {
+        key: tensors[key]
+        for key, node in nodes.items()
+        if node is None or not (node.level.closed or node.root.level.closed)
+    }

@@ -1,9 +1,12 @@
-"""Python numbers as inputs of a compiled program: the objects that stand for them while a function is traced, and their values at a call.
+"""Python numbers as inputs of a compiled program: the objects that stand for them while a function
+is traced, and their values at a call.
 
-PyTorch takes ``Float`` and ``Int`` wherever it takes a number, because they are a SymFloat and a SymInt.  Arithmetic among them is written
-down and repeated by Python at each call, so ``1 - lr`` is exact for every number.  Code that asks for a value (a comparison, ``int()``, a
-shape, a hash) gets it, and that is noted: the program is then right for that value alone.
+PyTorch takes ``Float`` and ``Int`` wherever it takes a number, because they are a SymFloat and a
+SymInt. Arithmetic among them is written down and repeated by Python at each call, so ``1 - lr`` is
+exact for every number. Code that asks for a value (a comparison, ``int()``, a shape, a hash) gets
+it, and that is noted: the program is then right for that value alone.
 """
+
 from __future__ import annotations
 
 import functools
@@ -31,11 +34,15 @@ _DTYPES: dict[type, Any] = {float: np.float64, int: np.int64}
 
 
 class Misfit(Exception):
-    """The numbers cannot be inputs of the program: one is too large for a dtype, or an operation gave another type than in the trace."""
+    """The numbers cannot be inputs of the program: one is too large for a dtype, or an operation
+    gave another type than in the trace.
+    """
 
 
 class Inputs:
-    """The numbers of one call, floats and ints, as inputs of the program that is traced with them; it can take ``size`` of each kind."""
+    """The numbers of one call, floats and ints, as inputs of the program that is traced with them;
+    it can take ``size`` of each kind.
+    """
 
     def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
         self.values, self.size = list(values), size
@@ -47,12 +54,23 @@ class Inputs:
         self._where: dict[Any, int] = {}
 
     def number(self, k: int) -> Any:
-        """The Float or Int that stands for the number at that position while the function is traced."""
-        return _made(Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,))))
+        """The Float or Int that stands for the number at that position while the function is
+        traced.
+        """
+        return _made(
+            Number(self, type(self.values[k]), ("input", k), self.values[k], frozenset((k,)))
+        )
 
     @contextmanager
-    def tracing(self, floats: torch.Tensor, ints: torch.Tensor, value_of: Callable[[torch.Tensor], jax.Array]) -> Iterator[None]:
-        """While entered, the function is traced; floats and ints hold the numbers, and value_of gives a tensor's JAX value."""
+    def tracing(
+        self,
+        floats: torch.Tensor,
+        ints: torch.Tensor,
+        value_of: Callable[[torch.Tensor], jax.Array],
+    ) -> Iterator[None]:
+        """While entered, the function is traced; floats and ints hold the numbers, and value_of
+        gives a tensor's JAX value.
+        """
         self._vectors, self._value_of = {float: floats, int: ints}, value_of
         before, state.numbers = state.numbers, self
         try:
@@ -69,7 +87,9 @@ class Inputs:
             at = self._slot(number, dtype)
             if at is None:
                 return as_number(number.asked(), _DTYPES[number.kind] if dtype is None else dtype)
-            value = lax.index_in_dim(self._value_of(self._vectors[number.kind]), at, 0, keepdims=False)
+            value = lax.index_in_dim(
+                self._value_of(self._vectors[number.kind]), at, 0, keepdims=False
+            )
         return value if dtype is None else cast(value, dtype)
 
     def _row(self, row: _Row, dtype: Any) -> jax.Array:
@@ -78,10 +98,14 @@ class Inputs:
         if None in places:
             raise NotInLoopError("a number that is no input, in a loop")
         at = lax.dynamic_index_in_dim(np.asarray(places), row.repetition, 0, keepdims=False)
-        return lax.dynamic_index_in_dim(self._value_of(self._vectors[row.kind]), at, 0, keepdims=False)
+        return lax.dynamic_index_in_dim(
+            self._value_of(self._vectors[row.kind]), at, 0, keepdims=False
+        )
 
     def _slot(self, number: Number, dtype: Any) -> int | None:
-        """The number's slot among the inputs of its kind, taken now if it has none; None if the number does not fit."""
+        """The number's slot among the inputs of its kind, taken now if it has none; None if the
+        number does not fit.
+        """
         slots = self.slots[number.kind]
         at = self._where.get((number.kind, number.rule), len(slots))
         if not number.takes(number.value, dtype) or at == self.size:
@@ -108,14 +132,28 @@ class Inputs:
 
 
 class Number:
-    """A number as a rule: ("input", k) or (function, operands).  For PyTorch it is the node of a SymFloat or SymInt."""
+    """A number as a rule: ("input", k) or (function, operands). For PyTorch it is the node of a
+    SymFloat or SymInt.
+    """
 
     __slots__ = ("inputs", "kind", "limits", "origin", "rule", "value")
 
     def __init__(
-        self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int], limits: Iterable[Any] = ()
+        self,
+        inputs: Inputs,
+        kind: type,
+        rule: tuple[Any, ...],
+        value: Any,
+        origin: frozenset[int],
+        limits: Iterable[Any] = (),
     ) -> None:
-        self.inputs, self.kind, self.rule, self.value, self.origin = inputs, kind, rule, value, origin
+        self.inputs, self.kind, self.rule, self.value, self.origin = (
+            inputs,
+            kind,
+            rule,
+            value,
+            origin,
+        )
         self.limits = set(limits)  # the dtypes that it is cast to
 
     def asked(self) -> Any:
@@ -125,7 +163,9 @@ class Number:
         return self.value
 
     def takes(self, value: Any, cast_to: Any = None) -> bool:
-        """Whether a value can take this number's place: PyTorch refuses some values outside of a dtype's range, and wraps others around."""
+        """Whether a value can take this number's place: PyTorch refuses some values outside of a
+        dtype's range, and wraps others around.
+        """
         if self.kind is int and not _INT.min <= value <= _INT.max:
             return False
         for dtype in self.limits if cast_to is None else (np.dtype(cast_to),):
@@ -148,7 +188,7 @@ class Number:
             raise Misfit
         return value
 
-    # -- methods that PyTorch's C++ calls on a node -----------------------------------------------------------------------------------
+    # -- methods that PyTorch's C++ calls on a node ------------------------------------------------
     is_int, is_float = (lambda self: self.kind is int), (lambda self: self.kind is float)
     is_bool = is_nested_int = lambda self: False
     is_symbolic = lambda self: True
@@ -176,7 +216,9 @@ class _Row(Number):
 
 
 def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> list[Any]:
-    """The ``step`` numbers of one step of a loop, made from those of one repetition after the other; repetition: the present index."""
+    """The ``step`` numbers of one step of a loop, made from those of one repetition after the
+    other; repetition: the present index.
+    """
     found = []
     for k in range(step):
         rows = list(numbers[k::step])
@@ -224,15 +266,47 @@ def _arithmetic(rule: Callable[..., Any], swapped: bool = False) -> Callable[...
 
 def _asked(name: str) -> Callable[..., Any]:
     """A method that asks for the value, and is then the value's own."""
-    return lambda self, *args: getattr(self.node.asked(), name)(*[x.node.asked() if is_input(x) else x for x in args])
+    return lambda self, *args: getattr(self.node.asked(), name)(
+        *[x.node.asked() if is_input(x) else x for x in args]
+    )
 
 
 _UNARY, _BINARY = ("neg", "pos", "abs"), ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _ASKED = (
-    "reduce", "bool", "float", "int", "index", "complex", "hash", "str", "repr", "format", "round", "trunc", "floor", "ceil", "invert",
-    "eq", "ne", "lt", "le", "gt", "ge", "divmod", "rdivmod", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift",
+    "reduce",
+    "bool",
+    "float",
+    "int",
+    "index",
+    "complex",
+    "hash",
+    "str",
+    "repr",
+    "format",
+    "round",
+    "trunc",
+    "floor",
+    "ceil",
+    "invert",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "divmod",
+    "rdivmod",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "lshift",
+    "rlshift",
+    "rshift",
     "rrshift",
-)  # fmt: skip
+)
 
 
 def _namespace(kind: type) -> dict[str, Any]:
@@ -246,14 +320,20 @@ def _namespace(kind: type) -> dict[str, Any]:
         return getattr(self.node.asked(), name)
 
     space: dict[str, Any] = {
-        "__class__": property(lambda self: kind), "as_array": as_array, "__jax_array__": as_array, "__getattr__": attribute,
+        "__class__": property(lambda self: kind),
+        "as_array": as_array,
+        "__jax_array__": as_array,
+        "__getattr__": attribute,
         "__doc__": f"Stands for a Python {kind.__name__} while a function is traced.",
         "__array__": lambda self, *args: np.asarray(self.node.asked(), *args),
-        "__deepcopy__": lambda self, memo: self, "__copy__": lambda self: self,
+        "__deepcopy__": lambda self, memo: self,
+        "__copy__": lambda self: self,
         "__sym_float__": lambda self: self if kind is float else _applied(float, self.node),
     }
     space |= {f"__{name}__": _arithmetic(getattr(operator, name)) for name in (*_UNARY, *_BINARY)}
-    space |= {f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY}
+    space |= {
+        f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY
+    }
     return space | {f"__{name}__": _asked(f"__{name}__") for name in _ASKED}
 
 
@@ -267,7 +347,9 @@ def is_input(x: Any) -> bool:
 
 
 def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An operator's arguments with our own Float and Int in place of the SymFloat and SymInt that PyTorch passes for them."""
+    """An operator's arguments with our own Float and Int in place of the SymFloat and SymInt that
+    PyTorch passes for them.
+    """
     if state.numbers is None:
         return args, kwargs
     return tuple(map(_own, args)), {name: _own(x) for name, x in kwargs.items()}

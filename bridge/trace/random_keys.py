@@ -1,8 +1,11 @@
-"""The source of the random numbers that JAX draws: keys from torch's generators.  torch_numbers.py has those that torch draws.
+"""The source of the random numbers that JAX draws: keys from torch's generators. torch_numbers.py
+has those that torch draws.
 
-Outside a compiled function the root key is drawn from torch's generator at each call, so ``torch.manual_seed`` repeats a run.  A
-vmap with randomness="different" gives every lane its own key; with "same" all lanes share one key.
+Outside a compiled function the root key is drawn from torch's generator at each call, so
+``torch.manual_seed`` repeats a run. A vmap with randomness="different" gives every lane its own
+key; with "same" all lanes share one key.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,14 +23,20 @@ from bridge.trace.torch_numbers import ERROR
 
 
 def seed_from(generator: torch.Generator | None) -> int:
-    """A seed drawn from a torch generator, which advances by one draw; None: from torch's default generator."""
+    """A seed drawn from a torch generator, which advances by one draw; None: from torch's default
+    generator.
+    """
     device = "cpu" if generator is None else generator.device
     with private.below_python():
-        return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item())
+        return int(
+            torch.empty((), dtype=torch.int64, device=device).random_(generator=generator).item()
+        )
 
 
 def next_key(generator: torch.Generator | None = None) -> jax.Array:
-    """The next JAX key of the trace in progress, for an operator that was given this generator; None: torch's default one."""
+    """The next JAX key of the trace in progress, for an operator that was given this generator;
+    None: torch's default one.
+    """
     level = state.level
     if level is None:
         return jax.random.key(seed_from(generator))
@@ -40,13 +49,17 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
 
 
 class SeededInside(RuntimeError):
-    """A function that is being compiled sets the state of a generator; its compiled program would not repeat that."""
+    """A function that is being compiled sets the state of a generator; its compiled program would
+    not repeat that.
+    """
 
 
 class Watch:
-    """Notices if the Python of a function that is being compiled changes torch's generators, because the program would not repeat that.
+    """Notices if the Python of a function that is being compiled changes torch's generators,
+    because the program would not repeat that.
 
-    Each draw of the program advances the generator by one number, and at the end it must be where so many numbers lead.
+    Each draw of the program advances the generator by one number, and at the end it must be where
+    so many numbers lead.
 
     Args:
         generators: the generators that the function reaches besides the default one.
@@ -58,11 +71,17 @@ class Watch:
         self.drawn = dict.fromkeys(self.before, 0)
 
     def draw(self, generator: torch.Generator | None) -> None:
-        """Called before the program takes a seed from a generator; it advances the generator, so that a later reset is noticed."""
+        """Called before the program takes a seed from a generator; it advances the generator, so
+        that a later reset is noticed.
+        """
         g = torch.default_generator if generator is None else generator
         which = private.which_generator(g)
         if which not in self.before:
-            raise SeededInside(_SEEDED.format("makes a torch.Generator, or reaches it in a way that is not looked into"))
+            raise SeededInside(
+                _SEEDED.format(
+                    "makes a torch.Generator, or reaches it in a way that is not looked into"
+                )
+            )
         _advance(g, 1)
         self.drawn[which] += 1
 
@@ -74,7 +93,12 @@ class Watch:
         expected = self._now()
         if now != expected:
             _set_states(now)
-            raise SeededInside(_SEEDED.format("sets the state of one of torch's generators (manual_seed, set_rng_state, fork_rng)"))
+            raise SeededInside(
+                _SEEDED.format(
+                    "sets the state of one of torch's generators (manual_seed, "
+                    "set_rng_state, fork_rng)"
+                )
+            )
 
     def _now(self) -> dict[Any, tuple[torch.Generator, bytes]]:
         return {which: (g, _state_of(g)) for which, (g, _) in self.before.items()}
@@ -82,7 +106,8 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
         """Watch while entered; on exit, the generators get their earlier states back."""
-        for g, _ in self.before.values():  # advanced, so that setting a generator to the state that it had is noticed too
+        # advanced, so that setting a generator to the state that it had is noticed too
+        for g, _ in self.before.values():
             self.draw(g)
         try:
             yield self
@@ -92,10 +117,12 @@ class Watch:
 
     @contextlib.contextmanager
     def again(self, start: torch.Tensor | None = None) -> Iterator[None]:
-        """While entered, the generators have their earlier states, for a program that draws its numbers before the one that will draw them.
+        """While entered, the generators have their earlier states, for a program that draws its
+        numbers before the one that will draw them.
 
         Args:
-            start: the state of torch's default generator from which it draws, if it does not begin with the first number.
+            start: the state of torch's default generator from which it draws, if it does not begin
+                with the first number.
         """
         now = self._now()
         self.restore()
@@ -113,7 +140,8 @@ class Watch:
 
 def _advance(generator: torch.Generator, count: int) -> None:
     """Draw so many numbers from a generator."""
-    together = count if generator.device.type == "cpu" else 1  # on a GPU, two draws of one number are not one of two
+    # on a GPU, two draws of one number are not one of two
+    together = count if generator.device.type == "cpu" else 1
     with private.below_python():
         numbers = torch.empty(together, dtype=torch.int64, device=generator.device)
         for _ in range(count // max(together, 1)):
@@ -131,11 +159,16 @@ def _state_of(generator: torch.Generator) -> bytes:
         return generator.get_state().numpy().tobytes()
 
 
-_SEEDED = "it {}, where a program would draw other numbers and leave the generator in another state; do it around the call instead"
+_SEEDED = (
+    "it {}, where a program would draw other numbers and leave the generator in another state; do "
+    "it around the call instead"
+)
 
 
 class NoKeyError(RuntimeError):
-    """The function that gives the key of a random operator raised ``reason``; torch's operators do not raise this class."""
+    """The function that gives the key of a random operator raised ``reason``; torch's operators do
+    not raise this class.
+    """
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -144,11 +177,14 @@ class NoKeyError(RuntimeError):
 
 @contextlib.contextmanager
 def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
-    """While entered, random operators of the current level draw from this key, or from the key that the function returns at a draw.
+    """While entered, random operators of the current level draw from this key, or from the key that
+    the function returns at a draw.
 
-    Operators that are given a torch generator do so too, because the numbers of a generator that is read while a program is compiled would
-    never change.  An exception of the function is raised as ``NoKeyError``.
+    Operators that are given a torch generator do so too, because the numbers of a generator that is
+    read while a program is compiled would never change. An exception of the function is raised as
+    ``NoKeyError``.
     """
+
     def asked(*_: Any) -> jax.Array:
         if not callable(key):
             return key
@@ -166,7 +202,9 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
 
 
 def source(level: Level) -> Level:
-    """The level whose key this level's random operators draw from: the nearest one with a key, else the root."""
+    """The level whose key this level's random operators draw from: the nearest one with a key, else
+    the root.
+    """
     while level.parent is not None and level.key is None:
         level = level.parent
     return level
@@ -201,7 +239,8 @@ class Place:
 
 
 def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:
-    if generator is not None:  # the key comes from the generator alone; the number of each enclosing lane is folded in
+    # the key comes from the generator alone; the number of each enclosing lane is folded in
+    if generator is not None:
         key = _root_key(level.root, generator)
         for each in around():
             key = key if each.lane is None else jax.random.fold_in(key, each.lane)
@@ -210,12 +249,15 @@ def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.A
     return jax.random.fold_in(key, draw)
 
 
-def key_of_lane(parent: Level, lane: jax.Array, first: list[int] | None = None) -> Callable[[], jax.Array]:
+def key_of_lane(
+    parent: Level, lane: jax.Array, first: list[int] | None = None
+) -> Callable[[], jax.Array]:
     """A function that gives a lane's own key under vmap(randomness="different").
 
-    It is the key that comes next in the parent when the lane first draws, with the lane's number folded in.  It is computed at each draw,
-    because a draw may stand in a trace of JAX's inside of the lane's, as in jet.  first: an empty list that keeps which key of the parent's
-    this is, for lanes that are traced again.
+    It is the key that comes next in the parent when the lane first draws, with the lane's number
+    folded in. It is computed at each draw, because a draw may stand in a trace of JAX's inside of
+    the lane's, as in jet. first: an empty list that keeps which key of the parent's this is, for
+    lanes that are traced again.
     """
     level = source(parent)
     first = [] if first is None else first
@@ -234,6 +276,7 @@ def _root_key(root: Level, generator: torch.Generator | None) -> jax.Array:
         return root.seeds(generator)
     which = None if generator is None else private.which_generator(generator)
     if which not in root.keys:
-        with jax.ensure_compile_time_eval():  # a trace of JAX's in progress, as that of jet, may end before the next draw
+        # a trace of JAX's in progress, as that of jet, may end before the next draw
+        with jax.ensure_compile_time_eval():
             root.keys[which] = generator, jax.random.key(seed_from(generator))
     return root.keys[which][1]

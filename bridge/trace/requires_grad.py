@@ -1,8 +1,10 @@
 """Decides whether an output requires grad as in PyTorch, even if its derivative is always zero.
 
-PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero.  A program's outputs are checked for a
-dependence on inputs that require grad; what PyTorch goes back to and no formula reads is tied to the output by a derivative of zero.
+PyTorch's sign(x) requires grad if x does; JAX drops a derivative that is known to be zero. A
+program's outputs are checked for a dependence on inputs that require grad; what PyTorch goes back
+to and no formula reads is tied to the output by a derivative of zero.
 """
+
 from __future__ import annotations
 
 import functools
@@ -23,28 +25,42 @@ from bridge.trace.levels import Level, around
 _stopped_p = Primitive("stopped_by_torch")
 _stopped_p.def_impl(lambda value: value)
 _stopped_p.def_abstract_eval(lambda value: value)
-ad.primitive_jvps[_stopped_p] = lambda primals, _: (stopped_by_torch(*primals), ad.Zero(jax.typeof(primals[0]).to_tangent_aval()))
+ad.primitive_jvps[_stopped_p] = lambda primals, _: (
+    stopped_by_torch(*primals),
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
+)
 batching.primitive_batchers[_stopped_p] = lambda values, dims: (stopped_by_torch(*values), *dims)
 mlir.register_lowering(_stopped_p, lambda _, value: [value])
 
 
 def stopped_by_torch(value: jax.Array) -> jax.Array:
-    """``lax.stop_gradient`` as an operation of its own, told apart from a lowering's stop_gradient in a compiled program."""
+    """``lax.stop_gradient`` as an operation of its own, told apart from a lowering's stop_gradient
+    in a compiled program.
+    """
     return _stopped_p.bind(value)
 
 
 def stopped_integers(out: Any) -> Any:
-    """In a program: the outputs of an operator; torch's autograd does not go back through those that are integers or booleans.
+    """In a program: the outputs of an operator; torch's autograd does not go back through those
+    that are integers or booleans.
 
-    Masks inside of a lowering are not stopped: PyTorch's derivative of relu goes back to its input, which JAX's derivative only compares.
+    Masks inside of a lowering are not stopped: PyTorch's derivative of relu goes back to its input,
+    which JAX's derivative only compares.
     """
-    return jax.tree_util.tree_map(lambda v: stopped_by_torch(v) if isinstance(v, jax.core.Tracer) and not _inexact(v) else v, out)
+    return jax.tree_util.tree_map(
+        lambda v: stopped_by_torch(v) if isinstance(v, jax.core.Tracer) and not _inexact(v) else v,
+        out,
+    )
 
 
 def stopped_outside(value: jax.Array) -> jax.Array:
-    """In a program that is being traced: the value, which stops torch's autograd; transforms inside keep its tangents."""
+    """In a program that is being traced: the value, which stops torch's autograd; transforms inside
+    keep its tangents.
+    """
     times = private_jax.differentiations(value)
-    return private_jax.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
+    return (
+        private_jax.at_level(value, times - 1, _both_stopped) if times else stopped_by_torch(value)
+    )
 
 
 def _both_stopped(value: jax.Array, tangent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -59,14 +75,25 @@ def depends(value: jax.Array) -> bool:
 def tie(out: Any, values: Any) -> Any:
     """The outputs of a backward operator, tied to its inputs; a missing derivative becomes zero.
 
-    In PyTorch, its result depends on the operands of the forward operator even if the formula does not read them, as that of a pooling.
+    In PyTorch, its result depends on the operands of the forward operator even if the formula does
+    not read them, as that of a pooling.
     """
-    inputs = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.core.Tracer) and _inexact(v)]
-    return jax.tree_util.tree_map(lambda v: _tied(v, inputs) if _inexact(v) else v, out) if inputs else out
+    inputs = [
+        v
+        for v in jax.tree_util.tree_leaves(values)
+        if isinstance(v, jax.core.Tracer) and _inexact(v)
+    ]
+    return (
+        jax.tree_util.tree_map(lambda v: _tied(v, inputs) if _inexact(v) else v, out)
+        if inputs
+        else out
+    )
 
 
 def tie_strictly(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
-    """The same for forward mode inside jvp with strict=True, which asks whether an output depends on the primals."""
+    """The same for forward mode inside jvp with strict=True, which asks whether an output depends
+    on the primals.
+    """
     for level in around():
         if level.strict:
             out = _linked(out, values, no_grad, functools.partial(_perturbed, level=level))
@@ -77,22 +104,34 @@ def _perturbed(value: jax.Array, level: Level) -> bool:
     return private_jax.perturbed([value], level) and _inexact(value)
 
 
-def _linked(out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[jax.Array], bool]) -> Any:
-    linked = [v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)]
+def _linked(
+    out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[jax.Array], bool]
+) -> Any:
+    linked = [
+        v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)
+    ]
     if not linked:
         return out
     if isinstance(out, jax.Array):
         return out if no_grad or not _inexact(out) or depends(out) else _tied(out, linked)
     if not isinstance(out, tuple | list):  # a Python value, as that of torch.allclose
         return out
-    return type(out)(v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked) for i, v in enumerate(out))
+    return type(out)(
+        v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked)
+        for i, v in enumerate(out)
+    )
 
 
 def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[jax.Array]:
-    """The tangents of outputs; as in PyTorch, each requires grad if its primal does, even a constant one."""
+    """The tangents of outputs; as in PyTorch, each requires grad if its primal does, even a
+    constant one.
+    """
     if not torch.is_grad_enabled():
         return tangents
-    return [_tied(t, [p]) if depends(p) and _inexact(t) else t for t, p in zip(tangents, primals, strict=True)]
+    return [
+        _tied(t, [p]) if depends(p) and _inexact(t) else t
+        for t, p in zip(tangents, primals, strict=True)
+    ]
 
 
 def inputs_of(fn: Callable[[Any], list[jax.Array]], values: list[jax.Array]) -> list[int]:
@@ -101,10 +140,17 @@ def inputs_of(fn: Callable[[Any], list[jax.Array]], values: list[jax.Array]) -> 
     return flow(jaxpr, [1 << i for i in range(len(values))], True)
 
 
-def tie_each(outs: list[jax.Array], values: list[jax.Array], read: Sequence[int]) -> list[jax.Array]:
-    """Gradients tied to the values that ``read`` gives for each: relu's reads the sign of its input, and has zeros for a derivative."""
+def tie_each(
+    outs: list[jax.Array], values: list[jax.Array], read: Sequence[int]
+) -> list[jax.Array]:
+    """Gradients tied to the values that ``read`` gives for each: relu's reads the sign of its
+    input, and has zeros for a derivative.
+    """
     linked = [[v for i, v in enumerate(values) if bits & 1 << i and depends(v)] for bits in read]
-    return [v if depends(v) or not inputs else _tied(v, inputs) for v, inputs in zip(outs, linked, strict=True)]
+    return [
+        v if depends(v) or not inputs else _tied(v, inputs)
+        for v, inputs in zip(outs, linked, strict=True)
+    ]
 
 
 def _inexact(v: Any) -> bool:
@@ -112,14 +158,17 @@ def _inexact(v: Any) -> bool:
 
 
 def _tied(value: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
-    # no custom_jvp: its derivative would be mapped where the inputs are and its value not, which JAX's batching takes for one and the same
-    # the sum of no elements is zero, but a linear function of the input that JAX keeps; -0.0 less zero is -0.0
+    # no custom_jvp: its derivative would be mapped where the inputs are and its value not, which
+    # JAX's batching takes for one and the same the sum of no elements is zero, but a linear
+    # function of the input that JAX keeps; -0.0 less zero is -0.0
     zero = sum(jnp.sum(jnp.real(x).reshape(-1)[:0]).astype(value.dtype) for x in inputs)
     return value - jnp.broadcast_to(zero, value.shape)
 
 
 def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
-    """For each output of a jaxpr, the given bits of the inputs that it depends on; behind: see ``bridge.jit.program.Program``."""
+    """For each output of a jaxpr, the given bits of the inputs that it depends on; behind: see
+    ``bridge.jit.program.Program``.
+    """
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def sources(variables: Sequence[Any]) -> list[int]:
@@ -133,11 +182,15 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
         if (inner := _followed(eqn)) is not None:
             flows = flow(inner, inputs, behind)
             # for an empty array, JAX drops operands that PyTorch goes back to
-            flows = [bits if v.aval.size else every for v, bits in zip(eqn.outvars, flows, strict=True)]
+            flows = [
+                bits if v.aval.size else every for v, bits in zip(eqn.outvars, flows, strict=True)
+            ]
         elif eqn.primitive.name == "scan":
             flows = _scanned(eqn, inputs, behind)
         elif eqn.params.get("name") == "of_inputs_alone" and not behind:
-            flows = [functools.reduce(operator.or_, inputs[len(eqn.outvars) :], 0)] * len(eqn.outvars)
+            flows = [functools.reduce(operator.or_, inputs[len(eqn.outvars) :], 0)] * len(
+                eqn.outvars
+            )
         else:
             flows = [every] * len(eqn.outvars)
         found.update(zip(eqn.outvars, flows, strict=True))
@@ -145,11 +198,15 @@ def flow(jaxpr: Any, given: Sequence[int], behind: bool) -> list[int]:
 
 
 #: Primitives whose result holds the same numbers as their operand, or some of them, as a view does.
-_MOVING = frozenset({lax.broadcast_in_dim_p, lax.reshape_p, lax.slice_p, lax.squeeze_p, lax.transpose_p})
+_MOVING = frozenset(
+    {lax.broadcast_in_dim_p, lax.reshape_p, lax.slice_p, lax.squeeze_p, lax.transpose_p}
+)
 
 
 def moved(jaxpr: Jaxpr, given: Sequence[int | None]) -> list[int | None]:
-    """For each output of a jaxpr, the given input that it holds, perhaps in another shape or a part of it; None: it is computed."""
+    """For each output of a jaxpr, the given input that it holds, perhaps in another shape or a part
+    of it; None: it is computed.
+    """
     found = dict(zip(jaxpr.invars, given, strict=True))
 
     def inputs(variables: Sequence[Any]) -> list[int | None]:
@@ -175,14 +232,24 @@ def _scanned(eqn: JaxprEqn, given: list[int], behind: bool) -> list[int]:
 
 
 def _followed(eqn: JaxprEqn) -> Jaxpr | None:
-    """The jaxpr inside a checkpoint, a jitted function or the outputs of an autograd.Function; None for other equations.
+    """The jaxpr inside a checkpoint, a jitted function or the outputs of an autograd.Function; None
+    for other equations.
 
-    JAX 0.12 keeps the calls of jitted functions in a derivative (that of jax.vjp calls them "vjp_node[jit]"); earlier versions inline them.
+    JAX 0.12 keeps the calls of jitted functions in a derivative (that of jax.vjp calls them
+    "vjp_node[jit]"); earlier versions inline them.
     """
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):  # its names in different versions of JAX
+    # its names in different versions of JAX
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):
         return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]") and eqn.params["name"] != "of_inputs_alone":
+    if (
+        eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]")
+        and eqn.params["name"] != "of_inputs_alone"
+    ):
         inner = eqn.params["jaxpr"]
         return getattr(inner, "jaxpr", inner)  # it may be closed
     inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
-    return inner if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"] else None
+    return (
+        inner
+        if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"]
+        else None
+    )

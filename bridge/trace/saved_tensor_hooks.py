@@ -1,4 +1,7 @@
-"""Hooks on saved tensors are refused: the values that JAX keeps for its derivatives do not pass through them."""
+"""Hooks on saved tensors are refused: the values that JAX keeps for its derivatives do not pass
+through them.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -10,8 +13,9 @@ import torch
 from bridge import private
 
 _REFUSED = (
-    "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. What a function that runs in JAX keeps for its backward "
-    "pass is not PyTorch's; call it outside of torch.autograd.graph.saved_tensors_hooks."
+    "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. What a function "
+    "that runs in JAX keeps for its backward pass is not PyTorch's; call it outside of "
+    "torch.autograd.graph.saved_tensors_hooks."
 )
 
 
@@ -20,19 +24,25 @@ def _unchanged(t: torch.Tensor) -> torch.Tensor:
 
 
 def _pytorchs(pack: Callable[..., Any]) -> bool:
-    """Whether PyTorch itself has entered these hooks (a checkpoint, save_on_cpu): they change no values."""
+    """Whether PyTorch itself has entered these hooks (a checkpoint, save_on_cpu): they change no
+    values.
+    """
     return pack is _unchanged or (getattr(pack, "__module__", None) or "").startswith("torch.")
 
 
 def refuse_hooks() -> None:
-    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks pass."""
+    """Raise a RuntimeError if the user has entered ``saved_tensors_hooks``; PyTorch's own hooks
+    pass.
+    """
     hooks = private.saved_tensor_hooks()
     if hooks is not None and not _pytorchs(hooks[0]):
         raise RuntimeError(_REFUSED)
 
 
 def hidden_from_pytorch() -> contextlib.AbstractContextManager[Any]:
-    """While entered, PyTorch's own hooks see nothing: a checkpoint counts what is saved, and a trace is not made when it runs again."""
+    """While entered, PyTorch's own hooks see nothing: a checkpoint counts what is saved, and a
+    trace is not made when it runs again.
+    """
     hooks = private.saved_tensor_hooks()
     if hooks is None or not _pytorchs(hooks[0]):
         return contextlib.nullcontext()
@@ -40,7 +50,10 @@ def hidden_from_pytorch() -> contextlib.AbstractContextManager[Any]:
 
 
 def without_hooks() -> contextlib.AbstractContextManager[None]:
-    """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused, as by torch.func."""
-    if private.saved_tensor_hooks() is not None:  # PyTorch's own hooks are already entered and can no longer be refused
+    """While entered, a program that enters ``torch.autograd.graph.saved_tensors_hooks`` is refused,
+    as by torch.func.
+    """
+    # PyTorch's own hooks are already entered and can no longer be refused
+    if private.saved_tensor_hooks() is not None:
         return contextlib.nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(_REFUSED)

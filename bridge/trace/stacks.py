@@ -1,7 +1,10 @@
-"""Arrays stacked, and taken apart, by one equation each: the program of a loop over blocks does not grow with their number.
+"""Arrays stacked, and taken apart, by one equation each: the program of a loop over blocks does not
+grow with their number.
 
-A program that returns all parts of a stack can return the stack instead (bridge/jit/program.py), which saves XLA a copy for each part.
+A program that returns all parts of a stack can return the stack instead (bridge/jit/program.py),
+which saves XLA a copy for each part.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,8 +28,12 @@ def unstacked(array: jax.Array) -> list[jax.Array]:
 
 
 def _plain(v: jax.Array) -> bool:
-    """Whether the array's type says nothing of meshes; JAX's own operations know what these ask for."""
-    return bool(jax.typeof(v) == jax.core.ShapedArray(v.shape, v.dtype, weak_type=jax.typeof(v).weak_type))
+    """Whether the array's type says nothing of meshes; JAX's own operations know what these ask
+    for.
+    """
+    return bool(
+        jax.typeof(v) == jax.core.ShapedArray(v.shape, v.dtype, weak_type=jax.typeof(v).weak_type)
+    )
 
 
 def _stack(*arrays: jax.Array) -> jax.Array:
@@ -39,11 +46,16 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 
 def _stack_mapped(arrays: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int]:
     size = next(v.shape[d] for v, d in zip(arrays, dims, strict=True) if d is not None)
-    moved = [jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(arrays, dims, strict=True)]
+    moved = [
+        jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip(arrays, dims, strict=True)
+    ]
     return stacked(moved), 1
 
 
-def _unstack_mapped(arrays: Sequence[jax.Array], dims: Sequence[int]) -> tuple[list[jax.Array], list[int]]:
+def _unstack_mapped(
+    arrays: Sequence[jax.Array], dims: Sequence[int]
+) -> tuple[list[jax.Array], list[int]]:
     outs = unstacked(jnp.moveaxis(arrays[0], dims[0], 1))
     return outs, [0] * len(outs)
 
@@ -60,8 +72,12 @@ stack_p, unstack_p = Primitive("stack_blocks"), Primitive("unstack_blocks")
 unstack_p.multiple_results = True
 stack_p.def_impl(_stack)
 unstack_p.def_impl(_parts)
-stack_p.def_abstract_eval(lambda *avals: jax.core.ShapedArray((len(avals), *avals[0].shape), avals[0].dtype))
-unstack_p.def_abstract_eval(lambda aval: [jax.core.ShapedArray(aval.shape[1:], aval.dtype)] * aval.shape[0])
+stack_p.def_abstract_eval(
+    lambda *avals: jax.core.ShapedArray((len(avals), *avals[0].shape), avals[0].dtype)
+)
+unstack_p.def_abstract_eval(
+    lambda aval: [jax.core.ShapedArray(aval.shape[1:], aval.dtype)] * aval.shape[0]
+)
 ad.deflinear2(stack_p, _stack_transposed)
 ad.deflinear2(unstack_p, _unstack_transposed)
 batching.primitive_batchers[stack_p] = _stack_mapped

@@ -1,8 +1,11 @@
-"""Checks of values that are known only when a program runs, such as an index out of range, which PyTorch refuses.
+"""Checks of values that are known only when a program runs, such as an index out of range, which
+PyTorch refuses.
 
-A check is an operation that returns its operand.  Outside of compilation it looks at the values, through vmap and derivatives.  Inside, it
-costs nothing by itself: the checked operands become outputs of the program, and are looked at after the program has run.
+A check is an operation that returns its operand. Outside of compilation it looks at the values,
+through vmap and derivatives. Inside, it costs nothing by itself: the checked operands become
+outputs of the program, and are looked at after the program has run.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,8 +24,14 @@ from bridge.trace.levels import refuse_in_loop, state
 
 _check_p = Primitive("in_range")
 _check_p.def_abstract_eval(lambda x, **_: x)
-ad.primitive_jvps[_check_p] = lambda primals, tangents, **params: (_check_p.bind(*primals, **params), tangents[0])
-batching.primitive_batchers[_check_p] = lambda args, dims, **params: (_check_p.bind(*args, **params), dims[0])
+ad.primitive_jvps[_check_p] = lambda primals, tangents, **params: (
+    _check_p.bind(*primals, **params),
+    tangents[0],
+)
+batching.primitive_batchers[_check_p] = lambda args, dims, **params: (
+    _check_p.bind(*args, **params),
+    dims[0],
+)
 mlir.register_lowering(_check_p, lambda _, x, **__: [x])
 
 
@@ -49,17 +58,31 @@ def is_check(eqn: JaxprEqn) -> bool:
 
 
 def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
-    """The jaxpr with the operands of its checks appended to its outputs, and the ranges of these operands."""
-    eqns = [e for e in jaxpr.eqns if is_check(e) and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size]
+    """The jaxpr with the operands of its checks appended to its outputs, and the ranges of these
+    operands.
+    """
+    eqns = [
+        e
+        for e in jaxpr.eqns
+        if is_check(e) and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size
+    ]
     if not eqns:
         return jaxpr, []
     outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
-    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [e.params["where"] for e in eqns]
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [
+        e.params["where"] for e in eqns
+    ]
 
 
 def ends(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The least and the greatest number of each operand, as a list of one array for ``Bounds``; without operands, an empty list."""
-    return [jnp.stack([jnp.stack([jnp.min(v), jnp.max(v)]).astype(np.int64) for v in operands])] if operands else []
+    """The least and the greatest number of each operand, as a list of one array for ``Bounds``;
+    without operands, an empty list.
+    """
+    return (
+        [jnp.stack([jnp.stack([jnp.min(v), jnp.max(v)]).astype(np.int64) for v in operands])]
+        if operands
+        else []
+    )
 
 
 class Bounds:
@@ -73,7 +96,8 @@ class Bounds:
 
     @classmethod
     def of(cls, closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Bounds | None]:
-        """A closed jaxpr with the checked operands as its last outputs, and their ranges; unchanged, and None, if it checks nothing.
+        """A closed jaxpr with the checked operands as its last outputs, and their ranges;
+        unchanged, and None, if it checks nothing.
 
         Checks inside of a loop or a branch are not seen.
         """

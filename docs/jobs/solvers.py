@@ -1,7 +1,9 @@
-"""Torch functions in JAX's solvers: a vector field in diffrax, residuals in optimistix, an objective in Optax's L-BFGS.
+"""Torch functions in JAX's solvers: a vector field in diffrax, residuals in optimistix, an
+objective in Optax's L-BFGS.
 
     python docs/jobs/solvers.py
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,19 +28,39 @@ class Field(nn.Module):
         return self.layers(y**3)
 
 
-def solution(apply: Any, params: Any, state: Any, start: jax.Array, times: jax.Array, tolerance: float = 1e-6) -> jax.Array:
-    """y [times, size] at these times, with steps of its own for each start: jax.vmap and jax.grad go through the solver."""
+def solution(
+    apply: Any, params: Any, state: Any, start: jax.Array, times: jax.Array, tolerance: float = 1e-6
+) -> jax.Array:
+    """y [times, size] at these times, with steps of its own for each start: jax.vmap and jax.grad
+    go through the solver.
+    """
     import diffrax
 
     found = diffrax.diffeqsolve(
-        diffrax.ODETerm(lambda t, y, params: apply(params, state, t, y)[0]), diffrax.Tsit5(), times[0], times[-1], None, start, params,
-        saveat=diffrax.SaveAt(ts=times), stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=tolerance),
-    )  # fmt: skip
+        diffrax.ODETerm(lambda t, y, params: apply(params, state, t, y)[0]),
+        diffrax.Tsit5(),
+        times[0],
+        times[-1],
+        None,
+        start,
+        params,
+        saveat=diffrax.SaveAt(ts=times),
+        stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=tolerance),
+    )
     return found.ys
 
 
-def fit(module: nn.Module, starts: jax.Array, times: jax.Array, wanted: jax.Array, steps: int, rate: float = 1e-2) -> tuple[Any, jax.Array]:
-    """Parameters of a field whose solutions go through wanted [starts, times, size], and the loss of each step."""
+def fit(
+    module: nn.Module,
+    starts: jax.Array,
+    times: jax.Array,
+    wanted: jax.Array,
+    steps: int,
+    rate: float = 1e-2,
+) -> tuple[Any, jax.Array]:
+    """Parameters of a field whose solutions go through wanted [starts, times, size], and the loss
+    of each step.
+    """
     apply, params, state = bridge.function(module)
     optimizer = optax.adam(rate)
 
@@ -53,7 +75,9 @@ def fit(module: nn.Module, starts: jax.Array, times: jax.Array, wanted: jax.Arra
         return (optax.apply_updates(params, updates), moments), value
 
     with bridge.compiling.correctly():
-        (params, _), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))((params, optimizer.init(params)))
+        (params, _), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
+            (params, optimizer.init(params))
+        )
     return params, losses
 
 
@@ -62,22 +86,31 @@ class Decay(nn.Module):
 
     def __init__(self, times: torch.Tensor, measured: torch.Tensor) -> None:
         super().__init__()
-        self.amplitudes, self.log_rates = nn.Parameter(times.new_tensor([1.0, 1.0])), nn.Parameter(times.new_tensor([0.0, 1.0]))
+        self.amplitudes, self.log_rates = (
+            nn.Parameter(times.new_tensor([1.0, 1.0])),
+            nn.Parameter(times.new_tensor([0.0, 1.0])),
+        )
         self.register_buffer("times", times)
         self.register_buffer("measured", measured)
 
     def forward(self) -> torch.Tensor:
-        return (self.amplitudes * torch.exp(-self.log_rates.exp() * self.times[:, None])).sum(1) - self.measured
+        return (self.amplitudes * torch.exp(-self.log_rates.exp() * self.times[:, None])).sum(
+            1
+        ) - self.measured
 
 
 def least_squares(module: nn.Module) -> Any:
-    """The parameters at which the residuals' squares are least, by optimistix's Levenberg-Marquardt."""
+    """The parameters at which the residuals' squares are least, by optimistix's
+    Levenberg-Marquardt.
+    """
     import optimistix
 
     apply, params, state = bridge.function(module)
     solver = optimistix.LevenbergMarquardt(rtol=1e-8, atol=1e-8)
     with bridge.compiling.correctly():
-        return optimistix.least_squares(lambda params, _: apply(params, state)[0], solver, params).value
+        return optimistix.least_squares(
+            lambda params, _: apply(params, state)[0], solver, params
+        ).value
 
 
 def with_lbfgs(module: nn.Module, steps: int = 100) -> Any:
@@ -93,11 +126,15 @@ def with_lbfgs(module: nn.Module, steps: int = 100) -> Any:
     def step(carry: Any, _: None) -> Any:
         params, memory = carry
         value, gradient = both(params, state=memory)
-        updates, memory = optimizer.update(gradient, memory, params, value=value, grad=gradient, value_fn=objective)
+        updates, memory = optimizer.update(
+            gradient, memory, params, value=value, grad=gradient, value_fn=objective
+        )
         return (optax.apply_updates(params, updates), memory), value
 
     with bridge.compiling.correctly():
-        (params, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))((params, optimizer.init(params)))
+        (params, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
+            (params, optimizer.init(params))
+        )
     return params
 
 
@@ -118,7 +155,11 @@ def spirals(count: int, points: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     starts = jnp.stack([jnp.linspace(0.5, 2.0, count), jnp.linspace(0.0, 0.5, count)], 1)
     times = jnp.linspace(0.0, 1.0, points)
     with bridge.compiling.correctly():
-        return starts, times, jax.jit(jax.vmap(lambda start: solution(apply, params, state, start, times)))(starts)
+        return (
+            starts,
+            times,
+            jax.jit(jax.vmap(lambda start: solution(apply, params, state, start, times)))(starts),
+        )
 
 
 def decays(count: int) -> Decay:

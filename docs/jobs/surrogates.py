@@ -1,9 +1,12 @@
-"""A torch network as the unknown term of a differentiable JAX simulation, and both of them exported with their derivative as StableHLO.
+"""A torch network as the unknown term of a differentiable JAX simulation, and both of them exported
+with their derivative as StableHLO.
 
     python docs/jobs/surrogates.py
 
-The simulation is du/dt = d u'' + r(u) on a ring, in JAX.  The reaction r is a torch network, which is trained through the simulation.
+The simulation is du/dt = d u'' + r(u) on a ring, in JAX. The reaction r is a torch network, which
+is trained through the simulation.
 """
+
 from __future__ import annotations
 
 import tempfile
@@ -26,13 +29,21 @@ class Reaction(nn.Module):
 
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(1, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, 1),
+        )
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
         return self.layers(u[..., None])[..., 0]
 
 
-def simulate(reaction: Callable[[jax.Array], jax.Array], start: jax.Array, diffusion: jax.Array, steps: int) -> jax.Array:
+def simulate(
+    reaction: Callable[[jax.Array], jax.Array], start: jax.Array, diffusion: jax.Array, steps: int
+) -> jax.Array:
     """u [places] after steps of 0.02, by the midpoint rule."""
 
     def rate(u: jax.Array) -> jax.Array:
@@ -52,11 +63,20 @@ def by_formula(u: jax.Array) -> jax.Array:
 def starts(count: int, places: int) -> jax.Array:
     keys = jax.random.split(jax.random.key(0), count)
     waves = jnp.arange(places) * 2 * jnp.pi / places
-    return jax.vmap(lambda key: 0.5 + 0.4 * jnp.sin(waves * jax.random.randint(key, (), 1, 4) + 6 * jax.random.uniform(key)))(keys)
+    return jax.vmap(
+        lambda key: (
+            0.5
+            + 0.4 * jnp.sin(waves * jax.random.randint(key, (), 1, 4) + 6 * jax.random.uniform(key))
+        )
+    )(keys)
 
 
-def fit(module: nn.Module, data: jax.Array, updates: int, steps: int, diffusion: float = 0.1) -> tuple[Any, jax.Array]:
-    """Parameters with which simulations from data [count, places] end where those by formula end, and the loss of each update."""
+def fit(
+    module: nn.Module, data: jax.Array, updates: int, steps: int, diffusion: float = 0.1
+) -> tuple[Any, jax.Array]:
+    """Parameters with which simulations from data [count, places] end where those by formula end,
+    and the loss of each update.
+    """
     apply, params, state = bridge.function(module)
     optimizer = optax.adam(1e-2)
 
@@ -81,19 +101,25 @@ def fit(module: nn.Module, data: jax.Array, updates: int, steps: int, diffusion:
 
 
 def save(module: nn.Module, path: Path, places: int, steps: int) -> None:
-    """``end(params, start, diffusion)`` of the simulation with the network, with its derivative, as StableHLO."""
+    """``end(params, start, diffusion)`` of the simulation with the network, with its derivative, as
+    StableHLO.
+    """
     apply, params, state = bridge.function(module)
 
     def end(params: Any, start: jax.Array, diffusion: jax.Array) -> jax.Array:
         return simulate(lambda u: apply(params, state, u)[0], start, diffusion, steps)
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, jnp.zeros(places), jnp.zeros(())))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, jnp.zeros(places), jnp.zeros(()))
+    )
     with bridge.compiling.correctly():
         path.write_bytes(export.export(jax.jit(end))(*shapes).serialize(vjp_order=1))
 
 
 def load(path: Path) -> Callable[..., jax.Array]:
-    """What ``save`` has saved: this needs neither torch nor this project, and ``jax.grad`` goes through it."""
+    """What ``save`` has saved: this needs neither torch nor this project, and ``jax.grad`` goes
+    through it.
+    """
     return export.deserialize(bytearray(path.read_bytes())).call
 
 
@@ -110,7 +136,10 @@ def main() -> None:
         save(module, path, places=32, steps=50)
         start = starts(1, 32)[0]
         slope = jax.grad(lambda diffusion: load(path)(params, start, diffusion).std())(0.1)
-        print(f"{path.stat().st_size / 1e3:.0f} kB; a pattern's contrast changes by {slope:.4f} per unit of diffusion")
+        print(
+            f"{path.stat().st_size / 1e3:.0f} kB; a pattern's contrast changes by {slope:.4f} per "
+            "unit of diffusion"
+        )
 
 
 if __name__ == "__main__":

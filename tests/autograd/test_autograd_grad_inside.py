@@ -1,4 +1,7 @@
-"""torch.autograd.grad inside of a function is a part of the record: nothing runs in PyTorch, and Python runs once."""
+"""torch.autograd.grad inside of a function is a part of the record: nothing runs in PyTorch, and
+Python runs once.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -48,7 +51,9 @@ def _unused(x: torch.Tensor) -> torch.Tensor:
 
 def _zeros_for_what_is_unused(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
-    return sum(torch.autograd.grad(_energy(y), (y, x.sin()), create_graph=True, materialize_grads=True))
+    return sum(
+        torch.autograd.grad(_energy(y), (y, x.sin()), create_graph=True, materialize_grads=True)
+    )
 
 
 def _of_what_was_written(x: torch.Tensor) -> torch.Tensor:
@@ -58,13 +63,20 @@ def _of_what_was_written(x: torch.Tensor) -> torch.Tensor:
 
 
 def _through_a_transform(F: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: torch.autograd.grad(F.vmap(lambda t: t * t)(x).sum(), x, create_graph=True)[0] * x
+    return lambda x: (
+        torch.autograd.grad(F.vmap(lambda t: t * t)(x).sum(), x, create_graph=True)[0] * x
+    )
 
 
 FUNCTIONS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "with a graph": lambda F: _gradient, "without one": lambda F: _cut, "twice": lambda F: _twice,
-    "cotangents": lambda F: _given_cotangents, "unused": lambda F: _unused, "zeros for what is unused": lambda F: _zeros_for_what_is_unused,
-    "of what was written": lambda F: _of_what_was_written, "through a transform": _through_a_transform,
+    "with a graph": lambda F: _gradient,
+    "without one": lambda F: _cut,
+    "twice": lambda F: _twice,
+    "cotangents": lambda F: _given_cotangents,
+    "unused": lambda F: _unused,
+    "zeros for what is unused": lambda F: _zeros_for_what_is_unused,
+    "of what was written": lambda F: _of_what_was_written,
+    "through a transform": _through_a_transform,
 }
 WAYS: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any]] = {
     "grad": lambda F, f: F.grad(lambda x: f(x).sum())(POINT),
@@ -85,7 +97,9 @@ def test_it_is_recorded(name: str, way: str, unrecorded: Callable[[], list[str]]
 
 
 def _force(x: torch.Tensor) -> torch.Tensor:
-    """Published force fields ask for the gradient by their own argument in this way; torch.func refuses requires_grad_ inside."""
+    """Published force fields ask for the gradient by their own argument in this way; torch.func
+    refuses requires_grad_ inside.
+    """
     x.requires_grad_()
     return -torch.autograd.grad(_energy(x), x, create_graph=True)[0]
 
@@ -96,7 +110,9 @@ def test_an_argument_that_is_made_to_require_grad(unrecorded: Callable[[], list[
 
     expected = -torch.func.grad(_energy)(POINT)
     same(torchfunc_jax.grad(force_of)(WEIGHT, POINT.clone()), expected)
-    same(torchfunc_jax.vmap(_force)(LANES.clone()), -torch.func.vmap(torch.func.grad(_energy))(LANES))
+    same(
+        torchfunc_jax.vmap(_force)(LANES.clone()), -torch.func.vmap(torch.func.grad(_energy))(LANES)
+    )
     same(torchfunc_jax.jacrev(_force)(POINT.clone()), -torch.func.hessian(_energy)(POINT))
     assert unrecorded() == []
 
@@ -105,7 +121,11 @@ def test_an_argument_that_is_made_to_require_grad(unrecorded: Callable[[], list[
 def test_what_pytorch_refuses_it_refuses_itself(wrong: str) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
-        outs = {"no scalar": (y, x), "requires no grad": (WEIGHT.sum(), x), "unused": (y.sum(), x.sin())}[wrong]
+        outs = {
+            "no scalar": (y, x),
+            "requires no grad": (WEIGHT.sum(), x),
+            "unused": (y.sum(), x.sin()),
+        }[wrong]
         return torch.autograd.grad(*outs)[0].sum()
 
     with pytest.raises(RuntimeError) as theirs:

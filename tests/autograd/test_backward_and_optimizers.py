@@ -1,4 +1,7 @@
-"""torch's autograd through the border: backward, double backward, optimizers, beside torch.func and plain PyTorch."""
+"""torch's autograd through the border: backward, double backward, optimizers, beside torch.func and
+plain PyTorch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -39,7 +42,9 @@ def data(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 # name: a function of (transforms, x [2, 3], w [3]) -> tensor(s); w is captured by closure
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "vmap": lambda T, x, w: T.vmap(lambda a: (a * w).sin())(x),
-    "vmap of two outputs": lambda T, x, w: T.vmap(lambda a: {"s": a.sin() * w, "c": (a * w).cos().sum()})(x),
+    "vmap of two outputs": lambda T, x, w: T.vmap(
+        lambda a: {"s": a.sin() * w, "c": (a * w).cos().sum()}
+    )(x),
     "grad": lambda T, x, w: T.grad(lambda a: (a**3 * w).sum())(x),
     "grad of captured only": lambda T, x, w: T.grad(lambda a: (a * w.exp()).sum())(x.detach()),
     "grad_and_value": lambda T, x, w: T.grad_and_value(lambda a: (a**3 * w).sum())(x),
@@ -51,7 +56,9 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "jacfwd": lambda T, x, w: T.jacfwd(lambda a: (a**2).sum(0) * w)(x),
     "hessian": lambda T, x, w: T.hessian(lambda a: (a**4).sum() * w.prod())(x[0]),
     "per-sample": lambda T, x, w: T.vmap(T.grad(lambda a: (a**3 * w).sum()))(x),
-    "nested": lambda T, x, w: T.vmap(lambda a: T.jvp(T.grad(lambda b: (b**3 * w).sum()), (a,), (w,))[1])(x),
+    "nested": lambda T, x, w: T.vmap(
+        lambda a: T.jvp(T.grad(lambda b: (b**3 * w).sum()), (a,), (w,))[1]
+    )(x),
 }
 
 
@@ -81,18 +88,35 @@ def test_backward_to_inputs_and_captured_tensors(name: str, mode: str) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["backward", "backward of backward"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_cotangents_that_autograd_maps_over(name: str, again: bool, mode: str) -> None:
-    """is_grads_batched, with cotangents for all outputs and for the first one, and as many lanes as the second call has."""
+    """is_grads_batched, with cotangents for all outputs and for the first one, and as many lanes as
+    the second call has.
+    """
     x, w = data(2, 3), data(3)
     f = FUNCTIONS[name]
 
     def gradients(out: Any, lanes: int) -> list[Any]:
         leaves = [o for o in pytree.tree_leaves(out) if o.requires_grad]
-        weights = [torch.arange(1.0, lanes * o.numel() + 1, dtype=o.dtype).reshape(lanes, *o.shape).sin() for o in leaves]
-        options: Any = {"is_grads_batched": True, "create_graph": again, "retain_graph": True, "allow_unused": True}
-        found = [torch.autograd.grad(leaves[:n], [x, w], weights[:n], **options) for n in (len(leaves), 1)]
+        weights = [
+            torch.arange(1.0, lanes * o.numel() + 1, dtype=o.dtype).reshape(lanes, *o.shape).sin()
+            for o in leaves
+        ]
+        options: Any = {
+            "is_grads_batched": True,
+            "create_graph": again,
+            "retain_graph": True,
+            "allow_unused": True,
+        }
+        found = [
+            torch.autograd.grad(leaves[:n], [x, w], weights[:n], **options)
+            for n in (len(leaves), 1)
+        ]
         if again:
             loss = sum((g**2).sum() for g in found[0] if g is not None)
-            found.append(torch.autograd.grad(loss, [x, w], retain_graph=True, allow_unused=True) if loss.requires_grad else ())
+            found.append(
+                torch.autograd.grad(loss, [x, w], retain_graph=True, allow_unused=True)
+                if loss.requires_grad
+                else ()
+            )
         return [g for grads in found for g in grads]
 
     expected = f(torch.func, x, w)
@@ -110,7 +134,9 @@ def test_autograds_own_vectorized_jacobians(mode: str) -> None:
     theirs = torch.func.vmap(lambda row: row.sin() * row.sum())
     jacobian, hessian = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
     same(jacobian(call, x, vectorize=True), jacobian(theirs, x))
-    same(hessian(lambda x: call(x).prod(), x, vectorize=True), hessian(lambda x: theirs(x).prod(), x))
+    same(
+        hessian(lambda x: call(x).prod(), x, vectorize=True), hessian(lambda x: theirs(x).prod(), x)
+    )
     assert torch.autograd.gradcheck(call, (x,), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(call, (x,), check_batched_grad=True)
 
@@ -124,7 +150,9 @@ THREE: dict[str, Callable[[Any, Any], Any]] = {
     "vmap": lambda api, f: api.vmap(f),
     "vmap of some": lambda api, f: lambda a, b: api.vmap(f, (0, None))(a, b[0]),
     "vjp": lambda api, f: lambda a, b: api.vjp(f, a, b)[0],
-    "jvp": lambda api, f: lambda a, b: api.jvp(f, (a, b), (torch.ones_like(a), torch.ones_like(b)))[0],
+    "jvp": lambda api, f: (
+        lambda a, b: api.jvp(f, (a, b), (torch.ones_like(a), torch.ones_like(b)))[0]
+    ),
     "functionalize": lambda api, f: api.functionalize(f),
 }
 
@@ -132,13 +160,20 @@ THREE: dict[str, Callable[[Any, Any], Any]] = {
 @both
 @pytest.mark.parametrize("again", [False, True], ids=["backward", "backward of backward"])
 @pytest.mark.parametrize("name", THREE)
-def test_an_output_gives_gradients_only_to_what_it_depends_on(name: str, again: bool, mode: str) -> None:
+def test_an_output_gives_gradients_only_to_what_it_depends_on(
+    name: str, again: bool, mode: str
+) -> None:
     a, b, c = data(3, 3), data(3, 3), data(3)
 
     def gradients(api: Any) -> list[Any]:
         call = THREE[name](api, lambda a, b: _three(a, b, c))
         outs = (MODES[mode](call) if api is torchfunc_jax else call)(a, b)
-        return [torch.autograd.grad(o.sum(), (a, b, c), retain_graph=True, create_graph=again, allow_unused=True) for o in outs]
+        return [
+            torch.autograd.grad(
+                o.sum(), (a, b, c), retain_graph=True, create_graph=again, allow_unused=True
+            )
+            for o in outs
+        ]
 
     for mine, theirs in zip(gradients(torchfunc_jax), gradients(torch.func), strict=True):
         assert [g is None for g in mine] == [g is None for g in theirs]
@@ -149,9 +184,17 @@ def test_an_output_gives_gradients_only_to_what_it_depends_on(name: str, again: 
 def test_a_head_that_was_not_called_keeps_no_gradient(mode: str) -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "other": nn.Linear(3, 2)})
     x = torch.randn(4, 3)
-    lanes = vmap(lambda p, x: functional_call(model["used"], {"weight": p["used.weight"], "bias": p["used.bias"]}, (x,)), (None, 0))
+    lanes = vmap(
+        lambda p, x: functional_call(
+            model["used"], {"weight": p["used.weight"], "bias": p["used.bias"]}, (x,)
+        ),
+        (None, 0),
+    )
     MODES[mode](lambda p, x: lanes(p, x))(dict(model.named_parameters()), x).sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == ["other.weight", "other.bias"]
+    assert [n for n, p in model.named_parameters() if p.grad is None] == [
+        "other.weight",
+        "other.bias",
+    ]
 
 
 @both
@@ -168,7 +211,10 @@ def test_complex_gradients(mode: str) -> None:
     z = torch.randn(3, dtype=torch.complex128, requires_grad=True)
     fn = MODES[mode](vmap(lambda a: a * a.conj() + a.exp()))
     assert torch.autograd.gradcheck(fn, (z,))
-    same(torch.autograd.grad(fn(z).abs().sum(), z), torch.autograd.grad((z * z.conj() + z.exp()).abs().sum(), z))
+    same(
+        torch.autograd.grad(fn(z).abs().sum(), z),
+        torch.autograd.grad((z * z.conj() + z.exp()).abs().sum(), z),
+    )
 
 
 @both
@@ -187,7 +233,8 @@ def test_outputs_require_grad_exactly_when_torchs_do(mode: str) -> None:
     assert not integers(x).requires_grad
 
 
-#: What is computed of an argument and a captured tensor, both of which require grad; some outputs go back to them and some do not.
+#: What is computed of an argument and a captured tensor, both of which require grad; some outputs
+#: go back to them and some do not.
 WATCHED: dict[str, Any] = {
     "no_grad": lambda a, w: _without_grad(lambda: a * w),
     "detach": lambda a, w: a.detach() * w.detach(),
@@ -196,13 +243,30 @@ WATCHED: dict[str, Any] = {
     "one of them": lambda a, w: (a * w.detach(), a.detach() * w, a.sin()),
     "the argument alone": lambda a, w: a * w.detach(),
     "the captured alone": lambda a, w: a.detach() * w,
-    "no_grad beside": lambda a, w: (_without_grad(lambda: a * w) * a, _without_grad(lambda: w.exp())),
+    "no_grad beside": lambda a, w: (
+        _without_grad(lambda: a * w) * a,
+        _without_grad(lambda: w.exp()),
+    ),
     "constants": lambda a, w: (torch.ones(3, dtype=a.dtype), a * 2),
     "integers": lambda a, w: (a > 0, w.argmax(), a.detach() > 0),
-    "derivative zero": lambda a, w: (a.floor(), w.sign(), a.sgn(), w.round(), a.trunc(), w.clamp(9, 9), a.div(w, rounding_mode="floor")),
+    "derivative zero": lambda a, w: (
+        a.floor(),
+        w.sign(),
+        a.sgn(),
+        w.round(),
+        a.trunc(),
+        w.clamp(9, 9),
+        a.div(w, rounding_mode="floor"),
+    ),
     "new ones": lambda a, w: (torch.zeros_like(a), a.new_ones(3), torch.full_like(w, 2.0), a * 0),
-    "no derivative of an empty one": lambda a, w: (a[:0].sin(), nn.functional.relu6(w[3:]), torch.linalg.slogdet(a[:0].reshape(0, 0))[0]),
-    "outputs without one": lambda a, w: torch.linalg.lu(torch.outer(a, w) + torch.eye(3, dtype=a.dtype)),
+    "no derivative of an empty one": lambda a, w: (
+        a[:0].sin(),
+        nn.functional.relu6(w[3:]),
+        torch.linalg.slogdet(a[:0].reshape(0, 0))[0],
+    ),
+    "outputs without one": lambda a, w: torch.linalg.lu(
+        torch.outer(a, w) + torch.eye(3, dtype=a.dtype)
+    ),
     "detach_": lambda a, w: (a.sin().detach_(), w.cos().detach_() * a),
     "shapes": lambda a, w: torch.full(a.shape, float(w.shape[0])),
     "written": lambda a, w: _filled(a, w),
@@ -226,21 +290,37 @@ def _filled(a: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("recorded", ["both", "argument", "captured"])
 @pytest.mark.parametrize("how", ["jit", "vmap", "jit of vmap"])
 def test_each_output_requires_grad_where_torchs_does(name: str, recorded: str, how: str) -> None:
-    a, w = data(3).requires_grad_(recorded != "captured"), data(3).requires_grad_(recorded != "argument")
+    a, w = (
+        data(3).requires_grad_(recorded != "captured"),
+        data(3).requires_grad_(recorded != "argument"),
+    )
     fn = WATCHED[name]
     expected = fn(a, w)
     if how == "jit":
         actual = jit(lambda b: fn(b, w))(a)
     else:  # one lane, which changes nothing else
         lane = vmap(lambda _, b: fn(b, w), (0, None))
-        actual = pytree.tree_map(lambda t: t[0], (jit(lane) if how == "jit of vmap" else lane)(torch.zeros(1), a))
+        actual = pytree.tree_map(
+            lambda t: t[0], (jit(lane) if how == "jit of vmap" else lane)(torch.zeros(1), a)
+        )
     mine, theirs = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
     same(actual, expected)
     assert [o.requires_grad for o in mine] == [o.requires_grad for o in theirs]
     for m, t in zip(mine, theirs, strict=True):
         if t.requires_grad:
             inputs = [x for x in (a, w) if x.requires_grad]
-            same(*(torch.autograd.grad(o.sum(), inputs, retain_graph=True, allow_unused=True, materialize_grads=True) for o in (m, t)))
+            same(
+                *(
+                    torch.autograd.grad(
+                        o.sum(),
+                        inputs,
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
+                    for o in (m, t)
+                )
+            )
 
 
 LINES: dict[str, Any] = {
@@ -270,30 +350,52 @@ TRANSFORMED: dict[str, Any] = {
 @both
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("transform", TRANSFORMED)
-def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(transform: str, name: str, mode: str) -> None:
+def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(
+    transform: str, name: str, mode: str
+) -> None:
     for primal, tangent in ((True, False), (False, True)):
         if name in ("sign", "floor") and transform in ("jvp", "jacfwd"):
-            continue  # the tangent is zero whichever: torch keeps no zeros where the operator's formula is zeros
-        if (name, transform) == ("half detached", "linearize") and torch.__version__ >= (2, 14) and primal:
+            # the tangent is zero whichever: torch keeps no zeros where the operator's formula is
+            # zeros
+            continue
+        if (
+            (name, transform) == ("half detached", "linearize")
+            and torch.__version__ >= (2, 14)
+            and primal
+        ):
             continue  # torch.func's then says that it requires grad, and has None as its gradient
         x, v = data(3).detach().requires_grad_(primal), data(3).detach().requires_grad_(tangent)
         expected = TRANSFORMED[transform](torch.func, LINES[name], x, v)
-        actual = MODES[mode](lambda x, v: TRANSFORMED[transform](torchfunc_jax, LINES[name], x, v))(x, v)
+        actual = MODES[mode](lambda x, v: TRANSFORMED[transform](torchfunc_jax, LINES[name], x, v))(
+            x, v
+        )
         same(actual, expected)
-        assert [o.requires_grad for o in pytree.tree_leaves(actual)] == [o.requires_grad for o in pytree.tree_leaves(expected)]
+        assert [o.requires_grad for o in pytree.tree_leaves(actual)] == [
+            o.requires_grad for o in pytree.tree_leaves(expected)
+        ]
 
 
 #: What depends on w through integers or booleans, and perhaps in another way too.
 INTEGERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "argmax": lambda x, w: (x * w).argmax() / 5, "cast": lambda x, w: (x * w).long().double(), "mask": lambda x, w: (x * w > 0).double(),
-    "accuracy": lambda x, w: ((x * w).argmax() == 1).float().mean(), "isnan": lambda x, w: (x * w).isnan().double(),
-    "one_hot": lambda x, w: F.one_hot((x * w).argmax(), 3).double(), "indices": lambda x, w: (x * w).topk(2).indices.double(),
-    "sorted": lambda x, w: (x * w).sort(), "index": lambda x, w: x[(x * w).argsort()], "where": lambda x, w: torch.where(x * w > 0, x, 0.0),
-    "where of both": lambda x, w: torch.where(x * w > 0, x * w, x), "masked_fill": lambda x, w: x.masked_fill(x * w > 0, 0.0),
-    "bucketize": lambda x, w: torch.bucketize(x * w, torch.tensor([0.0, 1.0])).double(), "product": lambda x, w: x * (x * w > 0),
+    "argmax": lambda x, w: (x * w).argmax() / 5,
+    "cast": lambda x, w: (x * w).long().double(),
+    "mask": lambda x, w: (x * w > 0).double(),
+    "accuracy": lambda x, w: ((x * w).argmax() == 1).float().mean(),
+    "isnan": lambda x, w: (x * w).isnan().double(),
+    "one_hot": lambda x, w: F.one_hot((x * w).argmax(), 3).double(),
+    "indices": lambda x, w: (x * w).topk(2).indices.double(),
+    "sorted": lambda x, w: (x * w).sort(),
+    "index": lambda x, w: x[(x * w).argsort()],
+    "where": lambda x, w: torch.where(x * w > 0, x, 0.0),
+    "where of both": lambda x, w: torch.where(x * w > 0, x * w, x),
+    "masked_fill": lambda x, w: x.masked_fill(x * w > 0, 0.0),
+    "bucketize": lambda x, w: torch.bucketize(x * w, torch.tensor([0.0, 1.0])).double(),
+    "product": lambda x, w: x * (x * w > 0),
     "written": lambda x, w: (x * 0).long().copy_(x * w).double(),
     "count": lambda x, w: torch.count_nonzero(x * w).double(),
-    "sign": lambda x, w: (x * w).sign(), "relu": lambda x, w: (x * w).relu(), "max": lambda x, w: (x * w).max(0),
+    "sign": lambda x, w: (x * w).sign(),
+    "relu": lambda x, w: (x * w).relu(),
+    "max": lambda x, w: (x * w).max(0),
 }
 
 
@@ -308,12 +410,25 @@ def test_nothing_goes_back_through_integers(name: str, way: str, mode: str) -> N
         calls: dict[str, Callable[[torch.Tensor], Any]] = {
             "function": T.functionalize(lambda x, w=w: f(x, w)),
             "vmap": lambda x, w=w, T=T: T.vmap(lambda x: f(x, w))(torch.stack([x, -x])),
-            "aux of grad": lambda x, w=w, T=T: T.grad(lambda x: ((x * w).sum(), f(x, w)), has_aux=True)(x)[1],
-            "grad of relu": lambda x, w=w, T=T: (T.grad(lambda x: (x * w).relu().sum())(x), f(x, w)),
-        }  # fmt: skip
-        outs = pytree.tree_leaves((MODES[mode] if T is torchfunc_jax else lambda f: f)(calls[way])(x))
+            "aux of grad": lambda x, w=w, T=T: T.grad(
+                lambda x: ((x * w).sum(), f(x, w)), has_aux=True
+            )(x)[1],
+            "grad of relu": lambda x, w=w, T=T: (
+                T.grad(lambda x: (x * w).relu().sum())(x),
+                f(x, w),
+            ),
+        }
+        outs = pytree.tree_leaves(
+            (MODES[mode] if T is torchfunc_jax else lambda f: f)(calls[way])(x)
+        )
         total = sum(o.sum() for o in outs if o.requires_grad)
-        found.append((outs, [o.requires_grad for o in outs], torch.autograd.grad(total, w) if isinstance(total, torch.Tensor) else None))
+        found.append(
+            (
+                outs,
+                [o.requires_grad for o in outs],
+                torch.autograd.grad(total, w) if isinstance(total, torch.Tensor) else None,
+            )
+        )
     (outs, *ours), (expected, *theirs) = found
     same(outs, expected)
     same(ours, theirs)
@@ -325,11 +440,18 @@ def test_a_tangent_that_is_zero_everywhere_does_not_require_grad(name: str, mode
     forward: dict[str, Any] = {
         "jvp": lambda T, f, x: T.jvp(f, (x,), (torch.ones_like(x),))[1],
         "jacfwd": lambda T, f, x: T.jacfwd(f)(x),
-        "jvp of grad": lambda T, f, x: T.jvp(T.grad(lambda a: f(a).sum()), (x,), (torch.ones_like(x),))[1],
+        "jvp of grad": lambda T, f, x: T.jvp(
+            T.grad(lambda a: f(a).sum()), (x,), (torch.ones_like(x),)
+        )[1],
     }
     for primal in (False, True):
         x, w = data(3).detach().requires_grad_(primal), data(3)
-        for f in (lambda x, w=w: w * 1, lambda x, w=w: x.detach() * w, lambda x, w=w: x * w, lambda x, w=w: x * x * w):
+        for f in (
+            lambda x, w=w: w * 1,
+            lambda x, w=w: x.detach() * w,
+            lambda x, w=w: x * w,
+            lambda x, w=w: x * x * w,
+        ):
             expected = forward[name](torch.func, f, x)
             actual = MODES[mode](lambda x, f=f: forward[name](torchfunc_jax, f, x))(x)
             same(actual, expected)
@@ -404,9 +526,14 @@ def test_gradient_penalty(mode: str) -> None:
         critic.zero_grad()
         slopes = wrap(transforms.vmap(transforms.grad(lambda a: critic(a).sum())))(x)
         ((slopes.norm(dim=1) - 1) ** 2).mean().backward()
-        return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in critic.parameters()]
+        return [
+            p.grad.clone() if p.grad is not None else torch.zeros_like(p)
+            for p in critic.parameters()
+        ]
 
-    same(penalty(torchfunc_jax, MODES[mode]), penalty(torch.func, lambda f: f), rtol=1e-4, atol=1e-6)
+    same(
+        penalty(torchfunc_jax, MODES[mode]), penalty(torch.func, lambda f: f), rtol=1e-4, atol=1e-6
+    )
 
 
 @both
@@ -419,7 +546,10 @@ def test_double_backward_gradient_penalty(mode: str) -> None:
         critic.zero_grad()
         (slopes,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
         ((slopes.norm(dim=1) - 1) ** 2).mean().backward()
-        return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in critic.parameters()]
+        return [
+            p.grad.clone() if p.grad is not None else torch.zeros_like(p)
+            for p in critic.parameters()
+        ]
 
     same(penalty(MODES[mode](vmap(critic))), penalty(critic), rtol=1e-4, atol=1e-6)
 
@@ -466,7 +596,12 @@ def test_a_module_trains_as_in_plain_torch(mode: str) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        return [*losses, *model[1].running_mean.tolist(), *model[1].running_var.tolist(), float(model[1].num_batches_tracked)]
+        return [
+            *losses,
+            *model[1].running_mean.tolist(),
+            *model[1].running_var.tolist(),
+            float(model[1].num_batches_tracked),
+        ]
 
     wrap = jit if mode == "compiled" else torchfunc_jax.functionalize
     assert train(wrap) == pytest.approx(train(lambda m: m), rel=2e-4, abs=1e-5)
@@ -516,9 +651,16 @@ def test_pullbacks_take_part_too() -> None:
 def test_jacobians_of_parameters_take_part() -> None:
     model = nn.Linear(3, 1, dtype=torch.float64)
     x = torch.randn(4, 3, dtype=torch.float64)
-    for transform, reference in ((jacrev, torch.func.jacrev), (jacfwd, torch.func.jacfwd), (hessian, torch.func.hessian)):
+    for transform, reference in (
+        (jacrev, torch.func.jacrev),
+        (jacfwd, torch.func.jacfwd),
+        (hessian, torch.func.hessian),
+    ):
         mine, theirs = (t(lambda a: model(a).tanh().sum())(x[0]) for t in (transform, reference))
-        same(torch.autograd.grad(mine.sum(), model.weight), torch.autograd.grad(theirs.sum(), model.weight))
+        same(
+            torch.autograd.grad(mine.sum(), model.weight),
+            torch.autograd.grad(theirs.sum(), model.weight),
+        )
 
 
 def test_stacked_state_is_new_leaves() -> None:
@@ -535,8 +677,14 @@ def test_stacked_state_is_new_leaves() -> None:
 
 def test_jvp_and_grad_of_a_tensor_that_requires_grad_agree_with_torch_func() -> None:
     x = data(3)
-    for f in (lambda T: T.jvp(torch.exp, (x,), (x,))[1], lambda T: T.grad(lambda a: (a**3).sum())(x)):
-        same(torch.autograd.grad(f(torchfunc_jax).sum(), x), torch.autograd.grad(f(torch.func).sum(), x))
+    for f in (
+        lambda T: T.jvp(torch.exp, (x,), (x,))[1],
+        lambda T: T.grad(lambda a: (a**3).sum())(x),
+    ):
+        same(
+            torch.autograd.grad(f(torchfunc_jax).sum(), x),
+            torch.autograd.grad(f(torch.func).sum(), x),
+        )
     same(grad(lambda a: jvp(torch.exp, (a,), (a,))[1].sum())(x), x.exp() * (x + 1))
 
 
@@ -553,7 +701,9 @@ class _Hidden:
 
 @pytest.mark.parametrize("wrap", [functionalize, jit, lambda f: lambda x: vmap(f)(x[None])[0]])
 def test_a_run_that_does_not_count_writes_nothing(wrap: Any) -> None:
-    """A tensor that requires grad is met by a way that was not looked into: the function is run again, and writes once."""
+    """A tensor that requires grad is met by a way that was not looked into: the function is run
+    again, and writes once.
+    """
     weight, counted = torch.ones(3, requires_grad=True), torch.zeros(())
     hidden = _Hidden(weight)
 
@@ -572,8 +722,12 @@ def test_a_run_that_does_not_count_writes_nothing(wrap: Any) -> None:
 
 @pytest.mark.parametrize("argument_requires_grad", [False, True])
 @pytest.mark.parametrize("wrap", [functionalize, jit])
-def test_buffers_get_the_history_that_pytorch_gives_them(wrap: Any, argument_requires_grad: bool) -> None:
-    """A running mean of constants gets none, however often it is updated; a copy of what requires grad does."""
+def test_buffers_get_the_history_that_pytorch_gives_them(
+    wrap: Any, argument_requires_grad: bool
+) -> None:
+    """A running mean of constants gets none, however often it is updated; a copy of what requires
+    grad does.
+    """
     weight = torch.arange(1.0, 4.0).requires_grad_()
 
     def results(wrap: Any) -> list[Any]:
@@ -591,7 +745,16 @@ def test_buffers_get_the_history_that_pytorch_gives_them(wrap: Any, argument_req
             out = run(x)
             wanted = [weight, x] if argument_requires_grad else [weight]
             grads = torch.autograd.grad(out + 2 * copied.sum() + 3 * part.sum(), wanted)
-            found += [out, mean.clone(), copied.clone(), part.clone(), *grads, mean.requires_grad, copied.requires_grad, part.requires_grad]
+            found += [
+                out,
+                mean.clone(),
+                copied.clone(),
+                part.clone(),
+                *grads,
+                mean.requires_grad,
+                copied.requires_grad,
+                part.requires_grad,
+            ]
             copied.detach_()
             part.detach_()
         return found
@@ -606,13 +769,17 @@ def test_a_captured_tensor_with_a_history_is_changed_by_a_record() -> None:
         leaf, x = torch.ones(3, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
         computed = leaf * 2
         out = wrap(lambda x, computed=computed: computed.mul_(x))(x)
-        found.append([computed, out, *torch.autograd.grad(computed.sum() + 2 * out.sum(), [leaf, x])])
+        found.append(
+            [computed, out, *torch.autograd.grad(computed.sum() + 2 * out.sum(), [leaf, x])]
+        )
     same(*found)
 
 
 def test_a_captured_tensor_with_a_history_is_not_changed() -> None:
     computed = torch.ones(3, requires_grad=True) * 2
-    with pytest.raises(RuntimeError, match="a tensor from outside that requires grad was changed in place"):
+    with pytest.raises(
+        RuntimeError, match="a tensor from outside that requires grad was changed in place"
+    ):
         jit(lambda x: computed.mul_(x))(torch.ones(3))
     same(computed, torch.full((3,), 2.0))
     assert computed.grad_fn is not None and "Mul" in computed.grad_fn.name()

@@ -1,4 +1,5 @@
 """torch's autograd through a vmap outside of compilation, beside torch.vmap."""
+
 from __future__ import annotations
 
 import gc
@@ -19,7 +20,9 @@ from torchfunc_jax import stack_module_state, vmap
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype, requires_grad=True)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype, requires_grad=True
+    )
 
 
 def in_place(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -40,13 +43,19 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "element-wise": lambda T, a, w: (a * w).sin() + a,
     "a product": lambda T, a, w: torch.outer(a, w) @ a,
     "shared alone, then not": lambda T, a, w: w.exp().cumsum(0) * a,
-    "several outputs, of other shapes and kinds": lambda T, a, w: {"m": (a * w).max(), "i": (a * w).argmax(), "s": torch.sort(a * w)},
+    "several outputs, of other shapes and kinds": lambda T, a, w: {
+        "m": (a * w).max(),
+        "i": (a * w).argmax(),
+        "s": torch.sort(a * w),
+    },
     "detached": lambda T, a, w: a.detach() * w + (a * w).detach(),
     "no_grad": lambda T, a, w: without_grad(a, w),
     "in place": lambda T, a, w: in_place(a, w),
     "views": lambda T, a, w: a[1:].unsqueeze(0).expand(2, 2) * w[:2].flip(0),
     "used twice": lambda T, a, w: (a * a + a).prod() * w + w.sum() * w,
-    "made inside": lambda T, a, w: torch.zeros_like(a).index_fill(0, torch.tensor([1]), 2.0) * a + torch.arange(3) * w,
+    "made inside": lambda T, a, w: (
+        torch.zeros_like(a).index_fill(0, torch.tensor([1]), 2.0) * a + torch.arange(3) * w
+    ),
     "complex": lambda T, a, w: (torch.complex(a, w) ** 2 * torch.complex(w, a)).abs(),
     "an output that is an input": lambda T, a, w: (a, a * w),
     "vmap in vmap": lambda T, a, w: T.vmap(lambda b: (b * a * w).sin())(torch.stack([w, a])),
@@ -69,7 +78,11 @@ def test_backward_of_a_vmap(name: str, dims: tuple[int | None, int | None]) -> N
         out = T.vmap(lambda a, w: FUNCTIONS[name](T, a, w), dims)(a, w)
         leaves = pytree.tree_leaves(out)
         total = sum((t.abs() ** 2).sum() for t in leaves if t.requires_grad)
-        return out, [t.requires_grad for t in leaves], torch.autograd.grad(total, (a, w), allow_unused=True, materialize_grads=True)
+        return (
+            out,
+            [t.requires_grad for t in leaves],
+            torch.autograd.grad(total, (a, w), allow_unused=True, materialize_grads=True),
+        )
 
     if name == "in place" and dims[0] is None:
         dims = (0, 0)  # torch.func writes no mapped value into one that is not
@@ -119,7 +132,9 @@ def test_training_an_ensemble_without_jit() -> None:
         losses = []
         for _ in range(5):
             optimizer.zero_grad()
-            each = T.vmap(lambda p, b: F.cross_entropy(T.functional_call(models[0], (p, b), (x,)), y))(params, buffers)
+            each = T.vmap(
+                lambda p, b: F.cross_entropy(T.functional_call(models[0], (p, b), (x,)), y)
+            )(params, buffers)
             each.sum().backward()
             optimizer.step()
             losses.append(each.detach())

@@ -1,4 +1,7 @@
-"""autograd.Function with a vmap of its own (and a generated one), under nestings of transforms, beside torch.func; and its errors."""
+"""autograd.Function with a vmap of its own (and a generated one), under nestings of transforms,
+beside torch.func; and its errors.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +18,12 @@ from torchfunc_jax import grad, jit, vmap
 
 class Generated(torch.autograd.Function):
     generate_vmap_rule = True
-    forward, setup_context, backward, jvp = Cubed.forward, Cubed.setup_context, Cubed.backward, Cubed.jvp
+    forward, setup_context, backward, jvp = (
+        Cubed.forward,
+        Cubed.setup_context,
+        Cubed.backward,
+        Cubed.jvp,
+    )
 
 
 # of (transforms, the Function, x [2, 3])
@@ -25,7 +33,9 @@ PROGRAMS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
     "grad of vmap of vmap": lambda T, c, x: T.grad(lambda x: T.vmap(T.vmap(c))(x).sum())(x),
     "vmap of grad of vmap": lambda T, c, x: T.vmap(T.grad(lambda a: T.vmap(c)(a).sum()))(x),
     "vmap over another dimension": lambda T, c, x: T.grad(lambda x: T.vmap(c, 1)(x).sum())(x),
-    "grad of grad of vmap": lambda T, c, x: T.grad(lambda x: T.grad(lambda x: (T.vmap(c)(x) ** 2).sum())(x).sum())(x),
+    "grad of grad of vmap": lambda T, c, x: T.grad(
+        lambda x: T.grad(lambda x: (T.vmap(c)(x) ** 2).sum())(x).sum()
+    )(x),
     "jacrev of vmap": lambda T, c, x: T.jacrev(T.vmap(c))(x),
     "jacfwd of vmap": lambda T, c, x: T.jacfwd(T.vmap(c))(x),
     "vmap of jacrev": lambda T, c, x: T.vmap(T.jacrev(c))(x),
@@ -66,7 +76,9 @@ class Failing(Cubed):
 
 @pytest.mark.parametrize("transform", [grad, vmap, lambda f: jit(vmap(f))])
 def test_frames_of_an_error_can_be_looked_at(transform: Any) -> None:
-    """Debuggers and pytest read the locals of every frame; one whose cells were never filled would end the interpreter."""
+    """Debuggers and pytest read the locals of every frame; one whose cells were never filled would
+    end the interpreter.
+    """
     with pytest.raises(ValueError, match="of the user's own") as caught:
         transform(lambda x: Failing.apply(x).sum())(torch.ones(3))
     frame = caught.value.__traceback__
@@ -96,7 +108,9 @@ class Refuses(torch.autograd.Function):
         raise LookupError("too late")
 
 
-@pytest.mark.parametrize("transform", [vmap, jit, lambda f: jit(vmap(f))], ids=["vmap", "jit", "jit of vmap"])
+@pytest.mark.parametrize(
+    "transform", [vmap, jit, lambda f: jit(vmap(f))], ids=["vmap", "jit", "jit of vmap"]
+)
 def test_a_backward_that_raises_does_so_in_the_backward_pass(transform: Any) -> None:
     x = torch.ones(3, requires_grad=True)
     out = transform(Refuses.apply)(x)
@@ -116,11 +130,20 @@ class Constant(torch.autograd.Function):
     jvp = staticmethod(lambda ctx, t: torch.full((2,), 5.0))
 
 
-@pytest.mark.parametrize("transform", [vmap, lambda f: jit(vmap(f)), lambda f: vmap(vmap(f))], ids=["vmap", "jit of vmap", "twice"])
+@pytest.mark.parametrize(
+    "transform",
+    [vmap, lambda f: jit(vmap(f)), lambda f: vmap(vmap(f))],
+    ids=["vmap", "jit of vmap", "twice"],
+)
 def test_an_output_that_does_not_depend_on_the_mapped_input(transform: Any) -> None:
     x = torch.zeros(4, 4, 3, requires_grad=True)
     out = transform(lambda x: Constant.apply(x.flatten()[:3]))(x)
     assert torch.equal(out, torch.ones(*out.shape)) and out.shape[-1] == 2 and out.requires_grad
     (found,) = torch.autograd.grad(out.sum(), x)
     assert found.sum().item() == 3 * 3 * out.numel() / 2
-    assert torch.equal(transform(lambda x: torchfunc_jax.jvp(Constant.apply, (x,), (x,))[1])(x.detach()[..., :1].sum(-1)), 5 * out)
+    assert torch.equal(
+        transform(lambda x: torchfunc_jax.jvp(Constant.apply, (x,), (x,))[1])(
+            x.detach()[..., :1].sum(-1)
+        ),
+        5 * out,
+    )

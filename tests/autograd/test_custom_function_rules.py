@@ -1,4 +1,7 @@
-"""autograd.Function: its rules for vmap, outputs that are inputs, and the names of its nodes, beside torch.func."""
+"""autograd.Function: its rules for vmap, outputs that are inputs, and the names of its nodes,
+beside torch.func.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -18,14 +21,23 @@ _X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 
 def function(**methods: Any) -> type[torch.autograd.Function]:
     """A Function with these static methods; forward doubles its arguments if none is given."""
-    given = {"forward": lambda x: x * 2, "setup_context": lambda ctx, inputs, output: None, "backward": lambda ctx, g: g * 2, **methods}
+    given = {
+        "forward": lambda x: x * 2,
+        "setup_context": lambda ctx, inputs, output: None,
+        "backward": lambda ctx, g: g * 2,
+        **methods,
+    }
     attributes = {name: staticmethod(m) if callable(m) else m for name, m in given.items()}
     return type("Rule", (torch.autograd.Function,), attributes)
 
 
 def _told(told: list[Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        shapes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        shapes = [
+            tuple(x.shape)
+            for x in torch.utils._pytree.tree_leaves(args)
+            if isinstance(x, torch.Tensor)
+        ]
         told.append((info.batch_size, info.randomness, in_dims, shapes))
         return answer(in_dims, *args)
 
@@ -39,52 +51,116 @@ RULES: dict[str, tuple[Any, Any, Any]] = {
     "dim 0": (lambda T, F, x: T.vmap(F.apply)(x), _double, {}),
     "dim 1": (lambda T, F, x: T.vmap(F.apply, in_dims=1)(x), _double, {}),
     "dim -1": (lambda T, F, x: T.vmap(F.apply, in_dims=-1, out_dims=-1)(x), _double, {}),
-    "nested": (lambda T, F, x: T.vmap(T.vmap(F.apply, in_dims=1), in_dims=2)(x), lambda d, x: (x * 2, d[0]), {}),
+    "nested": (
+        lambda T, F, x: T.vmap(T.vmap(F.apply, in_dims=1), in_dims=2)(x),
+        lambda d, x: (x * 2, d[0]),
+        {},
+    ),
     "nested, and the outer one alone maps": (
-        lambda T, F, x: T.vmap(lambda a: T.vmap(lambda b: F.apply(a) + b)(torch.zeros(5, 3, 4)))(x), _double, {}),
+        lambda T, F, x: T.vmap(lambda a: T.vmap(lambda b: F.apply(a) + b)(torch.zeros(5, 3, 4)))(x),
+        _double,
+        {},
+    ),
     "after an operator": (lambda T, F, x: T.vmap(lambda a: F.apply(a.sin().t()))(x), _double, {}),
     "one argument is not mapped": (
-        lambda T, F, x: T.vmap(F.apply, in_dims=(2, None))(x, x[..., 0]), _sum, {"forward": lambda x, y: x * y}),
+        lambda T, F, x: T.vmap(F.apply, in_dims=(2, None))(x, x[..., 0]),
+        _sum,
+        {"forward": lambda x, y: x * y},
+    ),
     "numbers": (
-        lambda T, F, x: T.vmap(lambda a: F.apply(a, 3))(x), lambda d, x, n: (x * n, d[0]), {"forward": lambda x, n: x * n}),
+        lambda T, F, x: T.vmap(lambda a: F.apply(a, 3))(x),
+        lambda d, x, n: (x * n, d[0]),
+        {"forward": lambda x, n: x * n},
+    ),
     "a list of tensors": (
-        lambda T, F, x: T.vmap(F.apply)(x, [x, x]), lambda d, x, ys: ((x, ys[0] + ys[1]), (d[0], d[1][0])),
-        {"forward": lambda x, ys: None}),
-    "a forward without result": (lambda T, F, x: T.vmap(F.apply)(x), _double, {"forward": lambda x: None}),
-    "a forward that raises": (lambda T, F, x: T.vmap(F.apply)(x), _double, {"forward": lambda x: 1 / 0}),
+        lambda T, F, x: T.vmap(F.apply)(x, [x, x]),
+        lambda d, x, ys: ((x, ys[0] + ys[1]), (d[0], d[1][0])),
+        {"forward": lambda x, ys: None},
+    ),
+    "a forward without result": (
+        lambda T, F, x: T.vmap(F.apply)(x),
+        _double,
+        {"forward": lambda x: None},
+    ),
+    "a forward that raises": (
+        lambda T, F, x: T.vmap(F.apply)(x),
+        _double,
+        {"forward": lambda x: 1 / 0},
+    ),
     "no out_dim": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: (torch.zeros(3, 4), None), {}),
     "no out_dim of two": (
-        lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: ((torch.zeros(3), torch.ones(4)), None), {"forward": lambda x: (x[0], x[1])}),
-    "another out_dim": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: (x.movedim(0, -1) * 2, -1), {}),
-    "the input": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: (x, d[0]), {"forward": lambda x: x.view_as(x)}),
+        lambda T, F, x: T.vmap(F.apply)(x),
+        lambda d, x: ((torch.zeros(3), torch.ones(4)), None),
+        {"forward": lambda x: (x[0], x[1])},
+    ),
+    "another out_dim": (
+        lambda T, F, x: T.vmap(F.apply)(x),
+        lambda d, x: (x.movedim(0, -1) * 2, -1),
+        {},
+    ),
+    "the input": (
+        lambda T, F, x: T.vmap(F.apply)(x),
+        lambda d, x: (x, d[0]),
+        {"forward": lambda x: x.view_as(x)},
+    ),
     "randomness same": (lambda T, F, x: T.vmap(F.apply, randomness="same")(x), _double, {}),
-    "randomness different": (lambda T, F, x: T.vmap(F.apply, randomness="different")(x), _double, {}),
+    "randomness different": (
+        lambda T, F, x: T.vmap(F.apply, randomness="different")(x),
+        _double,
+        {},
+    ),
     "chunks": (lambda T, F, x: T.vmap(F.apply, chunk_size=2, in_dims=2)(x), _double, {}),
-    "nothing is mapped": (lambda T, F, x: T.vmap(lambda a: F.apply(torch.ones(2)) * a[0, 0])(x), _double, {}),
-    "gradient of vmap": (lambda T, F, x: T.grad(lambda a: T.vmap(F.apply, in_dims=1)(a).sin().sum())(x), _double, {}),
+    "nothing is mapped": (
+        lambda T, F, x: T.vmap(lambda a: F.apply(torch.ones(2)) * a[0, 0])(x),
+        _double,
+        {},
+    ),
+    "gradient of vmap": (
+        lambda T, F, x: T.grad(lambda a: T.vmap(F.apply, in_dims=1)(a).sin().sum())(x),
+        _double,
+        {},
+    ),
 }
 ERRORS: dict[str, tuple[Any, Any, Any]] = {
     "one return": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: x, {}),
     "four returns": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: (x, x, 0, 0), {}),
     "out_dims of another tree": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: (x, (None,)), {}),
     "out_dims of another tree than a list": (
-        lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: ([x], (None,)), {"forward": lambda x: [x.clone()]}),
+        lambda T, F, x: T.vmap(F.apply)(x),
+        lambda d, x: ([x], (None,)),
+        {"forward": lambda x: [x.clone()]},
+    ),
     "two rules": (lambda T, F, x: T.vmap(F.apply)(x), _double, {"generate_vmap_rule": True}),
     "no rule": (lambda T, F, x: T.vmap(F.apply)(x), None, {}),
     "no rule, in grad": (lambda T, F, x: T.vmap(T.grad(lambda a: F.apply(a).sum()))(x), None, {}),
     "a rule that raises": (lambda T, F, x: T.vmap(F.apply)(x), lambda d, x: {}["missing"], {}),
     "an input that is saved": (
-        lambda T, F, x: T.grad(lambda a: F.apply(a).sum())(x), None,
-        {"forward": lambda x: x, "setup_context": lambda ctx, inputs, output: ctx.save_for_backward(*inputs)}),
+        lambda T, F, x: T.grad(lambda a: F.apply(a).sum())(x),
+        None,
+        {
+            "forward": lambda x: x,
+            "setup_context": lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        },
+    ),
     "an input that is saved as the output": (
-        lambda T, F, x: T.grad(lambda a: F.apply(a).sum())(x), None,
-        {"forward": lambda x: x, "setup_context": lambda ctx, inputs, output: ctx.save_for_forward(output)}),
+        lambda T, F, x: T.grad(lambda a: F.apply(a).sum())(x),
+        None,
+        {
+            "forward": lambda x: x,
+            "setup_context": lambda ctx, inputs, output: ctx.save_for_forward(output),
+        },
+    ),
 }
-WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"un-jitted": lambda f: f, "jit": jit}
+WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "un-jitted": lambda f: f,
+    "jit": jit,
+}
 
 
 def _both(case: tuple[Any, Any, Any], way: str) -> tuple[Any, Any, Any, Any]:
-    """(theirs, what their rule was told, ours, what our rule was told); theirs and ours may be errors."""
+    """(theirs, what their rule was told, ours, what our rule was told); theirs and ours may be
+    errors.
+    """
     call, rule, methods = case
     found: list[Any] = []
     for T, make in ((torch.func, WAYS["un-jitted"]), (torchfunc_jax, WAYS[way])):
@@ -110,7 +186,8 @@ def test_a_rule_is_told_what_torch_tells_it(name: str, way: str) -> None:
     if isinstance(ours, Exception):
         raise ours
     same(ours, theirs, rtol=1e-5, atol=1e-6)
-    they_told, we_told = _without_repeats(they_told), _without_repeats(we_told)  # chunks that are alike run one program, made once
+    # chunks that are alike run one program, made once
+    they_told, we_told = _without_repeats(they_told), _without_repeats(we_told)
     assert we_told[: len(they_told)] == they_told or they_told == we_told[-len(they_told) :]
 
 
@@ -138,8 +215,11 @@ def test_an_output_that_is_an_input(dirty: bool, saves: str, way: str) -> None:
             ctx.save_for_forward(*inputs)
 
     F = function(
-        forward=(lambda x: x.mul_(2)) if dirty else (lambda x: x), setup_context=setup_context, backward=lambda ctx, g: g * 3,
-        jvp=(lambda ctx, t: t.mul_(5)) if dirty else (lambda ctx, t: t.view_as(t)), generate_vmap_rule=True,
+        forward=(lambda x: x.mul_(2)) if dirty else (lambda x: x),
+        setup_context=setup_context,
+        backward=lambda ctx, g: g * 3,
+        jvp=(lambda ctx, t: t.mul_(5)) if dirty else (lambda ctx, t: t.view_as(t)),
+        generate_vmap_rule=True,
     )
 
     def f(x: torch.Tensor) -> Any:
@@ -147,15 +227,23 @@ def test_an_output_that_is_an_input(dirty: bool, saves: str, way: str) -> None:
         return (F.apply(y) * y).sum()
 
     for call in (
-        lambda T, x: T.grad(f)(x), lambda T, x: T.jvp(f, (x,), (x.cos(),)), lambda T, x: T.vmap(T.grad(f))(x),
-        lambda T, x: T.vmap(lambda a: F.apply(a.cos()))(x), lambda T, x: T.vjp(f, x)[1](torch.tensor(2.0)),
+        lambda T, x: T.grad(f)(x),
+        lambda T, x: T.jvp(f, (x,), (x.cos(),)),
+        lambda T, x: T.vmap(T.grad(f))(x),
+        lambda T, x: T.vmap(lambda a: F.apply(a.cos()))(x),
+        lambda T, x: T.vjp(f, x)[1](torch.tensor(2.0)),
     ):
         try:
             expected = call(torch.func, _X)
         except RuntimeError:  # its generated rules for vmap lose which argument is dirty
             assert dirty
             continue
-        same(WAYS[way](lambda x, call=call: call(torchfunc_jax, x))(_X), expected, rtol=1e-5, atol=1e-5)
+        same(
+            WAYS[way](lambda x, call=call: call(torchfunc_jax, x))(_X),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 def test_the_names_of_nodes() -> None:
@@ -204,7 +292,9 @@ def test_once_differentiable_under_torchs_autograd() -> None:
 
 
 def test_numbers_after_a_function_with_its_own_vmap():
-    """Its vmap applies the class itself, so that the forward that was written down, with its numbers, never runs again."""
+    """Its vmap applies the class itself, so that the forward that was written down, with its
+    numbers, never runs again.
+    """
 
     class Rounded(torch.autograd.Function):
         @staticmethod
@@ -256,15 +346,26 @@ def test_the_backward_pass_of_a_rule_that_is_not_linear(wrap: Callable[..., Any]
 
 
 GIVEN_AS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "grad": lambda f: torchfunc_jax.grad(lambda x: f(x).sum()), "jit": lambda f: jit(torchfunc_jax.grad(lambda x: f(x).sum())),
+    "grad": lambda f: torchfunc_jax.grad(lambda x: f(x).sum()),
+    "jit": lambda f: jit(torchfunc_jax.grad(lambda x: f(x).sum())),
     "vjp": lambda f: lambda x: torchfunc_jax.vjp(f, x)[1](torch.ones(3))[0],
-    "vmap of grad": lambda f: lambda x: torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: f(x).sum()))(x[None])[0],
-    "backward": lambda f: lambda x: torch.autograd.grad(torchfunc_jax.vmap(f)(x := x.clone().requires_grad_()).sum(), x)[0],
-    "in PyTorch": lambda f: torchfunc_jax.grad(lambda x: f(x.as_strided(x.shape, x.stride())).sum()),
-}  # fmt: skip
+    "vmap of grad": lambda f: (
+        lambda x: torchfunc_jax.vmap(torchfunc_jax.grad(lambda x: f(x).sum()))(x[None])[0]
+    ),
+    "backward": lambda f: (
+        lambda x: torch.autograd.grad(
+            torchfunc_jax.vmap(f)(x := x.clone().requires_grad_()).sum(), x
+        )[0]
+    ),
+    "in PyTorch": lambda f: torchfunc_jax.grad(
+        lambda x: f(x.as_strided(x.shape, x.stride())).sum()
+    ),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.int32, torch.complex64], ids=str
+)
 @pytest.mark.parametrize("way", GIVEN_AS)
 def test_a_gradient_of_another_dtype_is_cast_or_refused(dtype: torch.dtype, way: str) -> None:
     F = function(backward=lambda ctx, g: (g * 2).to(dtype), generate_vmap_rule=True)
@@ -281,7 +382,9 @@ def test_a_gradient_of_another_dtype_is_cast_or_refused(dtype: torch.dtype, way:
         same(GIVEN_AS[way](F.apply)(x), torch.func.grad(lambda x: F.apply(x).sum())(x))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (4,), (1, 3), (2, 3), (2, 1), (3, 1), (2, 1, 3), (0, 3)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (3,), (4,), (1, 3), (2, 3), (2, 1), (3, 1), (2, 1, 3), (0, 3)]
+)
 @pytest.mark.parametrize("way", ["grad", "jit", "vmap", "backward"])
 def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...], way: str) -> None:
     class Gives(torch.autograd.Function):
@@ -312,7 +415,13 @@ def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...]
             torchfunc_jax.jit(Gives.apply)(leaf).sum().backward()
             return leaf.grad  # type: ignore[return-value]
         slope = torchfunc_jax.grad(lambda x: Gives.apply(x).sum())
-        return torchfunc_jax.jit(slope)(x) if way == "jit" else slope(x) if way == "grad" else torchfunc_jax.vmap(slope)(x[None])[0]
+        return (
+            torchfunc_jax.jit(slope)(x)
+            if way == "jit"
+            else slope(x)
+            if way == "grad"
+            else torchfunc_jax.vmap(slope)(x[None])[0]
+        )
 
     if expected is None:
         with pytest.raises(RuntimeError, match=r"expected shape compatible with \[3\]"):
@@ -323,7 +432,9 @@ def test_a_gradient_of_another_shape_is_summed_or_refused(shape: tuple[int, ...]
 
 def _saves_what_is_needed(ctx: Any, inputs: Any, output: Any) -> None:
     x, w = inputs
-    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, x if ctx.needs_input_grad[1] else None)
+    ctx.save_for_backward(
+        w if ctx.needs_input_grad[0] else None, x if ctx.needs_input_grad[1] else None
+    )
 
 
 def _of_what_is_needed(ctx: Any, g: torch.Tensor) -> Any:
@@ -340,8 +451,14 @@ def _by_the_first_alone(ctx: Any, g: torch.Tensor) -> Any:
 _saves_both = lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 #: The methods of a product x * w.
 PRODUCTS: dict[str, dict[str, Any]] = {
-    "saves what is needed": {"setup_context": _saves_what_is_needed, "backward": _of_what_is_needed},
-    "asks in backward": {"setup_context": lambda ctx, i, o: ctx.save_for_backward(i[1], i[0]), "backward": _of_what_is_needed},
+    "saves what is needed": {
+        "setup_context": _saves_what_is_needed,
+        "backward": _of_what_is_needed,
+    },
+    "asks in backward": {
+        "setup_context": lambda ctx, i, o: ctx.save_for_backward(i[1], i[0]),
+        "backward": _of_what_is_needed,
+    },
     "refuses the second": {"setup_context": _saves_both, "backward": _by_the_first_alone},
 }
 _W = torch.tensor([2.0, 3.0])
@@ -352,15 +469,21 @@ NEEDS: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
     "vjp": lambda T, F, x: T.vjp(lambda x: F(x, _W), x)[1](_W),
     "jacrev": lambda T, F, x: T.jacrev(lambda x: F(x, _W))(x),
     "vmap of grad": lambda T, F, x: T.vmap(T.grad(F))(x, _W),
-    "grad of grad": lambda T, F, x: T.grad(lambda x: T.grad(lambda x: (F(x, _W) ** 2).sum())(x).sum())(x),
+    "grad of grad": lambda T, F, x: T.grad(
+        lambda x: T.grad(lambda x: (F(x, _W) ** 2).sum())(x).sum()
+    )(x),
     "backward of vmap": lambda T, F, x: _gradients(lambda x: T.vmap(F)(x, _W), x),
     "second: argnums": lambda T, F, x: T.grad(lambda x, w: F(x, w).sum(), argnums=(0, 1))(x, _W),
-    "second: captured": lambda T, F, x: _gradients(lambda w: T.grad(lambda x: (F(x, w) ** 2).sum())(x), _W),
+    "second: captured": lambda T, F, x: _gradients(
+        lambda w: T.grad(lambda x: (F(x, w) ** 2).sum())(x), _W
+    ),
     "second: value and gradient": lambda T, F, x: T.grad(
-        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x: (F(x, w) ** 2).sum())(x))))(_W),
+        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x: (F(x, w) ** 2).sum())(x)))
+    )(_W),
     "second: an argument that is not differentiated": lambda T, F, x: T.grad(
-        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x, w: (F(x, w) ** 2).sum())(x, w))))(_W),
-}  # fmt: skip
+        lambda w: sum(map(torch.sum, T.grad_and_value(lambda x, w: (F(x, w) ** 2).sum())(x, w)))
+    )(_W),
+}
 
 
 def _gradients(function: Callable[..., Any], *given: torch.Tensor) -> Any:
@@ -369,7 +492,9 @@ def _gradients(function: Callable[..., Any], *given: torch.Tensor) -> Any:
 
 
 def _alike(call: Callable[[Any], Any], *given: torch.Tensor, way: str) -> None:
-    """Ours, twice and with other numbers, gives what torch.func's gives, or raises the same error."""
+    """Ours, twice and with other numbers, gives what torch.func's gives,
+    or raises the same error.
+    """
     run = WAYS[way](lambda *given: call(torchfunc_jax, *given))
     for k in (1.0, 1.0, -0.5):
         now = [k * t for t in given]
@@ -396,11 +521,16 @@ def test_needs_input_grad(product: str, name: str, way: str) -> None:
 @pytest.mark.parametrize("output", [0, 1, 2])
 def test_cotangents_that_are_none(output: int, argnums: Any, way: str) -> None:
     def backward(ctx: Any, first: Any, second: Any) -> Any:
-        return first, None if second is None else second / (2 * ctx.saved_tensors[0])  # zero by zero, if it were zeros
+        # zero by zero, if it were zeros
+        return first, None if second is None else second / (2 * ctx.saved_tensors[0])
 
     F = function(
-        forward=lambda x, y: (x * 1, y.sqrt()), backward=backward,
-        setup_context=lambda ctx, i, o: (ctx.set_materialize_grads(False), ctx.save_for_backward(o[1])),
+        forward=lambda x, y: (x * 1, y.sqrt()),
+        backward=backward,
+        setup_context=lambda ctx, i, o: (
+            ctx.set_materialize_grads(False),
+            ctx.save_for_backward(o[1]),
+        ),
     )
     used = lambda outs: outs[output] ** 2 if output < 2 else outs[0] * outs[1]
     y = torch.tensor(0.0 if output == 0 else 4.0)
@@ -425,23 +555,35 @@ UNDIFFERENTIATED: dict[str, Callable[[Any, Any, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", UNDIFFERENTIATED)
 def test_a_function_without_derivatives(name: str, way: str) -> None:
-    methods = {"setup_context": staticmethod(lambda ctx, i, o: None), "forward": staticmethod(lambda x: x**2), "generate_vmap_rule": True}
+    methods = {
+        "setup_context": staticmethod(lambda ctx, i, o: None),
+        "forward": staticmethod(lambda x: x**2),
+        "generate_vmap_rule": True,
+    }
     F = type("NoDerivative", (torch.autograd.Function,), methods)
     _alike(lambda T, x: UNDIFFERENTIATED[name](T, F.apply, x), torch.tensor(2.0), way=way)
 
 
 @pytest.mark.parametrize("make", ["vmap", "jit"])
 def test_the_backward_pass_of_a_function_without_derivatives(make: str) -> None:
-    methods = {"setup_context": staticmethod(lambda ctx, i, o: None), "forward": staticmethod(lambda x: x**2), "generate_vmap_rule": True}
+    methods = {
+        "setup_context": staticmethod(lambda ctx, i, o: None),
+        "forward": staticmethod(lambda x: x**2),
+        "generate_vmap_rule": True,
+    }
     F = type("NoDerivative", (torch.autograd.Function,), methods)
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    with pytest.raises(NotImplementedError, match="You must implement either the backward or vjp method"):
+    with pytest.raises(
+        NotImplementedError, match="You must implement either the backward or vjp method"
+    ):
         getattr(torchfunc_jax, make)(F.apply)(x).sum().backward()
 
 
 ASKING: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "if": lambda g, x: g * 2 if x.sum() > 0 else g, "item": lambda g, x: g * x.sum().item(), "nonzero": lambda g, x: g * len(x.nonzero()),
-}  # fmt: skip
+    "if": lambda g, x: g * 2 if x.sum() > 0 else g,
+    "item": lambda g, x: g * x.sum().item(),
+    "nonzero": lambda g, x: g * len(x.nonzero()),
+}
 
 
 @pytest.mark.parametrize("asking", ASKING)
@@ -450,12 +592,15 @@ def test_derivatives_that_ask_for_values(name: str, asking: str) -> None:
     ask = ASKING[asking]
     F = function(
         setup_context=lambda ctx, i, o: (ctx.save_for_backward(*i), ctx.save_for_forward(*i)),
-        backward=lambda ctx, g: ask(g, ctx.saved_tensors[0]), jvp=lambda ctx, t: ask(t, ctx.saved_tensors[0]),
-    ).apply  # fmt: skip
+        backward=lambda ctx, g: ask(g, ctx.saved_tensors[0]),
+        jvp=lambda ctx, t: ask(t, ctx.saved_tensors[0]),
+    ).apply
     calls: dict[str, Callable[[Any, torch.Tensor], Any]] = {
         "grad": lambda T, x: T.grad(lambda x: F(x).sum())(x),
         "vjp": lambda T, x: T.vjp(F, x)[1](x),
-        "grad of grad": lambda T, x: T.grad(lambda x: T.grad(lambda x: (F(x) ** 2).sum())(x).sum())(x),
+        "grad of grad": lambda T, x: T.grad(lambda x: T.grad(lambda x: (F(x) ** 2).sum())(x).sum())(
+            x
+        ),
         "jvp": lambda T, x: T.jvp(F, (x,), (x,)),
     }
     _alike(calls[name], torch.tensor([1.0, 2.0, 0.0]), way="un-jitted")

@@ -1,7 +1,10 @@
-"""autograd.Function in every state: how it is written, how it is called and how its tensors are passed, beside plain PyTorch.
+"""autograd.Function in every state: how it is written, how it is called and how its tensors are
+passed, beside plain PyTorch.
 
-The derivatives that the Functions give are not the true ones, so that it is seen which was taken; numbers change between calls.
+The derivatives that the Functions give are not the true ones, so that it is seen which was taken;
+numbers change between calls.
 """
+
 from __future__ import annotations
 
 import re
@@ -65,7 +68,14 @@ class Composed(Function):
         return 7 * g * SetupContext.apply(x)
 
 
-FUNCTIONS = [ContextInForward, SetupContext, SavesItsOutput, CapturesATensor, CapturesWithASetup, Composed]
+FUNCTIONS = [
+    ContextInForward,
+    SetupContext,
+    SavesItsOutput,
+    CapturesATensor,
+    CapturesWithASetup,
+    Composed,
+]
 WEIGHT = torch.tensor([0.3, -0.5, 0.8], requires_grad=True)
 # of a Function's apply: a function of one tensor
 PASSED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
@@ -91,17 +101,25 @@ CALLED: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
 
 
 def gradients(f: Callable[..., torch.Tensor], x: torch.Tensor, twice: bool) -> list[Any]:
-    """The value, its gradients for the argument and the captured tensor, and those of the gradients."""
+    """The value, its gradients for the argument and the captured tensor, and those of the
+    gradients.
+    """
     out = f(x)
-    first = torch.autograd.grad((out * out).sum(), (x, WEIGHT), create_graph=twice, allow_unused=True)
+    first = torch.autograd.grad(
+        (out * out).sum(), (x, WEIGHT), create_graph=twice, allow_unused=True
+    )
     found = [out, *first]
     if twice:
-        found += torch.autograd.grad(sum((g * g).sum() for g in first if g is not None), (x, WEIGHT), allow_unused=True)
+        found += torch.autograd.grad(
+            sum((g * g).sum() for g in first if g is not None), (x, WEIGHT), allow_unused=True
+        )
     return [torch.zeros(3) if v is None else v for v in found]
 
 
 def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
-    """A call that PyTorch runs, and which gets a namespace of transforms, raises torch.func's own error and leaves nothing behind."""
+    """A call that PyTorch runs, and which gets a namespace of transforms, raises torch.func's own
+    error and leaves nothing behind.
+    """
     with pytest.raises(RuntimeError) as theirs:
         call(torch.func)
     for _ in range(2):
@@ -136,10 +154,14 @@ def test_backward_from_outside(cls: Any, passed: str, called: str, twice: bool) 
 @pytest.mark.parametrize("passed", PASSED)
 @pytest.mark.parametrize("cls", FUNCTIONS)
 def test_grad(cls: Any, passed: str, compiled: bool) -> None:
-    """As plain PyTorch's: torch.func refuses Functions whose forward takes a context, and so does what cannot be recorded."""
+    """As plain PyTorch's: torch.func refuses Functions whose forward takes a context, and so does
+    what cannot be recorded.
+    """
     f = PASSED[passed](cls.apply)
     if cls is CapturesATensor and not compiled:
-        return refused_as_by_torch_func(lambda T: T.grad(lambda x: (f(x) ** 2).sum())(torch.ones(3)))
+        return refused_as_by_torch_func(
+            lambda T: T.grad(lambda x: (f(x) ** 2).sum())(torch.ones(3))
+        )
     mine = grad(lambda x: (f(x) ** 2).sum())
     mine = jit(mine) if compiled else mine
     for k in range(2):
@@ -213,19 +235,28 @@ class SineInPlace(Function):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needs", [(), ("x",), ("t",), ("x", "t")])
 def test_written_in_place_in_forward_mode(needs: tuple[str, ...], compiled: bool) -> None:
-    """The values and the tangents both keep their history, which here requires grad and in the function does not."""
+    """The values and the tangents both keep their history, which here requires grad and in the
+    function does not.
+    """
 
     def results(transforms: Any) -> list[Any]:
         def f(x: torch.Tensor) -> torch.Tensor:
             y = x * 2
             return SineInPlace.apply(y) + y
 
-        x, t = (torch.linspace(k, 0.6, 3, dtype=torch.float64).requires_grad_(name in needs) for k, name in ((0.1, "x"), (1.0, "t")))
+        x, t = (
+            torch.linspace(k, 0.6, 3, dtype=torch.float64).requires_grad_(name in needs)
+            for k, name in ((0.1, "x"), (1.0, "t"))
+        )
         call = lambda x, t: transforms.jvp(f, (x,), (t,))
         out, tangent = (jit(call) if compiled and transforms is torchfunc_jax else call)(x, t)
         leaves = [v for v, name in ((x, "x"), (t, "t")) if name in needs]
         total = out.sum() + (tangent**2).sum()
-        return [out.detach(), tangent.detach(), *(torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ())]
+        return [
+            out.detach(),
+            tangent.detach(),
+            *(torch.autograd.grad(total, leaves, allow_unused=True) if leaves else ()),
+        ]
 
     same(results(torchfunc_jax), results(torch.func))
 
@@ -244,7 +275,10 @@ def test_modules(jitted: bool) -> None:
     def trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Layer(), Layer())
-        optimizer, loss = torch.optim.SGD(model.parameters(), 0.1), wrap(lambda x: (model(x) ** 2).sum())
+        optimizer, loss = (
+            torch.optim.SGD(model.parameters(), 0.1),
+            wrap(lambda x: (model(x) ** 2).sum()),
+        )
         for k in range(3):
             optimizer.zero_grad()
             loss(torch.linspace(-1, 1, 6).reshape(2, 3) + k).backward()
@@ -302,7 +336,12 @@ def test_forward_mode_switched_off() -> None:
         return y * x
 
     x = torch.tensor([1.0, 2.0])
-    for transformed in (lambda T, f: T.jvp(f, (x,), (x,)), lambda T, f: T.jacfwd(f)(x), lambda T, f: T.hessian(lambda x: f(x).sum())(x)):
+    for transformed in (
+        lambda T, f: T.jvp(f, (x,), (x,)),
+        lambda T, f: T.jacfwd(f)(x),
+        lambda T, f: T.hessian(lambda x: f(x).sum())(x),
+    ):
         expected = transformed(torch.func, f)
         same(transformed(torchfunc_jax, f), expected)
-        same(jit(lambda x: transformed(torchfunc_jax, f))(x), expected)  # noqa: B023  called at once
+        # called at once
+        same(jit(lambda x: transformed(torchfunc_jax, f))(x), expected)  # noqa: B023

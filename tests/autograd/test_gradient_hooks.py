@@ -1,4 +1,7 @@
-"""Hooks on gradients inside transforms and jitted functions, beside torch.func and plain PyTorch; numbers change between calls."""
+"""Hooks on gradients inside transforms and jitted functions, beside torch.func and plain PyTorch;
+numbers change between calls.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,9 @@ MASK = torch.tensor([1.0, 0.0, 2.0])
 
 
 def as_torch_func(call: Callable[[Any], Any], times: int = 2) -> Any:
-    """Ours, un-jitted, gives what torch.func gives, or an error of the same class with torch's first sentence; returns torch.func's."""
+    """Ours, un-jitted, gives what torch.func gives, or an error of the same class with torch's
+    first sentence; returns torch.func's.
+    """
     process.unrecordable.clear()  # the first call is recorded, and PyTorch goes on where that ends
     try:
         expected = call(torch.func)
@@ -107,7 +112,15 @@ def through_torchs_own(x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad((y**3).sum(), x, create_graph=True)[0].sum()
 
 
-FUNCTIONS = [on_a_result, on_an_argument, on_a_view, after_a_write, several, removed, through_torchs_own]
+FUNCTIONS = [
+    on_a_result,
+    on_an_argument,
+    on_a_view,
+    after_a_write,
+    several,
+    removed,
+    through_torchs_own,
+]
 WAYS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
     "grad": lambda T, f: T.grad(f),
     "grad_and_value": lambda T, f: T.grad_and_value(f),
@@ -163,7 +176,9 @@ def test_mapped() -> None:
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("input_needs_grad", [False, True])
-def test_full_backward_hooks_of_modules(input_needs_grad: bool, before: bool, replaced: bool, jitted: bool) -> None:
+def test_full_backward_hooks_of_modules(
+    input_needs_grad: bool, before: bool, replaced: bool, jitted: bool
+) -> None:
     if replaced and not input_needs_grad:
         replaced = False  # PyTorch refuses to replace the gradient of an input that has none
 
@@ -186,7 +201,9 @@ def test_full_backward_hooks_of_modules(input_needs_grad: bool, before: bool, re
         return [*found, calls[0]]
 
     with np.errstate(all="ignore"):
-        for mine, theirs in zip(results(jit if jitted else functionalize), results(lambda f: f), strict=True):
+        for mine, theirs in zip(
+            results(jit if jitted else functionalize), results(lambda f: f), strict=True
+        ):
             same(mine, theirs)
 
 
@@ -198,11 +215,14 @@ def test_a_jacobian_row_by_row_gives_a_hook_its_values() -> None:
 
     for x in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-2.0, 0.5, 1.0])):
         same(torchfunc_jax.jacrev(f, chunk_size=1)(x), torch.func.jacrev(f, chunk_size=1)(x))
-        assert isinstance(as_torch_func(lambda T, x=x: T.jacrev(f)(x)), RuntimeError)  # the rows are mapped, and have no values
+        # the rows are mapped, and have no values
+        assert isinstance(as_torch_func(lambda T, x=x: T.jacrev(f)(x)), RuntimeError)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 3])
-def test_a_hook_in_a_jacobian_of_several_results_is_called_as_by_torch_func(chunk_size: int | None) -> None:
+def test_a_hook_in_a_jacobian_of_several_results_is_called_as_by_torch_func(
+    chunk_size: int | None,
+) -> None:
     seen = Seen()
 
     def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -249,22 +269,33 @@ def test_refused_under_jit() -> None:
         jit(grad(late))(torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"Tensor\.register_hook"):
         jit(grad(on_a_node))(torch.ones(3))
-    with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
+    with pytest.raises(
+        RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"
+    ):
         jit(vmap(lambda x: x.register_hook(print)))(torch.ones(3))
 
 
 def test_pytorch_refuses_what_a_hook_returns() -> None:
     x = torch.ones(3)
-    for hook, kind in (((lambda g: g[:1]), RuntimeError), ((lambda g: g.double()), RuntimeError), ((lambda g: 3.0), TypeError)):
+    for hook, kind in (
+        ((lambda g: g[:1]), RuntimeError),
+        ((lambda g: g.double()), RuntimeError),
+        ((lambda g: 3.0), TypeError),
+    ):
         assert type(as_torch_func(lambda T, hook=hook: T.grad(by(hook))(x))) is kind
-    assert type(as_torch_func(lambda T: T.vmap(lambda x: x.register_hook(print))(x))) is RuntimeError
+    assert (
+        type(as_torch_func(lambda T: T.vmap(lambda x: x.register_hook(print))(x))) is RuntimeError
+    )
     same(grad(by(lambda g: g * 7))(x), torch.full((3,), 126.0))  # no level is left behind
 
 
 def test_hooks_that_only_pytorch_takes() -> None:
     x = torch.tensor([1.0, 2.0, 3.0])
     for f in (late, on_a_node):
-        same(as_torch_func(lambda T, f=f: T.grad(f)(x)), 7 * torch.func.grad(by(lambda g: None))(x) + (21 if f is late else 0))
+        same(
+            as_torch_func(lambda T, f=f: T.grad(f)(x)),
+            7 * torch.func.grad(by(lambda g: None))(x) + (21 if f is late else 0),
+        )
         as_torch_func(lambda T, f=f: T.vmap(T.grad(f))(x[None]))
         as_torch_func(lambda T, f=f: T.hessian(f)(x))
 
@@ -281,14 +312,20 @@ def entered(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "hessian", "vjp", "jacfwd", "vmap"])
 @pytest.mark.parametrize("hooks", [zeroed, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("inside", [False, True])
-def test_hooks_on_saved_tensors_are_refused_as_by_torch_func(inside: bool, hooks: Callable[[], Any], transform: str) -> None:
+def test_hooks_on_saved_tensors_are_refused_as_by_torch_func(
+    inside: bool, hooks: Callable[[], Any], transform: str
+) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         with hooks() if inside else contextlib.nullcontext():
             return (x * x).sum()
 
     def call(T: Any) -> Any:
         with contextlib.nullcontext() if inside else hooks():
-            return T.vjp(f, torch.ones(3))[0] if transform == "vjp" else getattr(T, transform)(f)(torch.ones(3))
+            return (
+                T.vjp(f, torch.ones(3))[0]
+                if transform == "vjp"
+                else getattr(T, transform)(f)(torch.ones(3))
+            )
 
     found = as_torch_func(call)
     if transform not in ("jacfwd", "vmap"):
@@ -324,46 +361,65 @@ def test_a_checkpoint_does_not_count_what_a_trace_saves(wrap: Any) -> None:
 
 def test_a_checkpoint_of_what_requires_grad_in_a_vmap_is_refused_as_by_torch_func() -> None:
     x = torch.randn(4, 3, requires_grad=True)
-    error = as_torch_func(lambda T: checkpoint(T.vmap(lambda row: row.requires_grad_().sin()), x, use_reentrant=False))
+    error = as_torch_func(
+        lambda T: checkpoint(T.vmap(lambda row: row.requires_grad_().sin()), x, use_reentrant=False)
+    )
     assert "requires_grad_()" in str(error)
 
 
-@pytest.mark.parametrize("taken", [lambda t: t.numpy(), np.asarray, lambda t: np.sin(t), lambda t: np.asarray(jnp.asarray(t))])
+@pytest.mark.parametrize(
+    "taken",
+    [lambda t: t.numpy(), np.asarray, lambda t: np.sin(t), lambda t: np.asarray(jnp.asarray(t))],
+)
 @pytest.mark.parametrize("way", ["grad", "jacrev", "vjp", "jvp"])
 def test_numbers_of_what_is_differentiated(way: str, taken: Callable[..., Any]) -> None:
     """An array of numbers would end the derivative in silence."""
     ways: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
-        "grad": lambda T, f: T.grad(f), "jacrev": lambda T, f: T.jacrev(f), "vjp": lambda T, f: lambda x: T.vjp(f, x)[0],
+        "grad": lambda T, f: T.grad(f),
+        "jacrev": lambda T, f: T.jacrev(f),
+        "vjp": lambda T, f: lambda x: T.vjp(f, x)[0],
         "jvp": lambda T, f: lambda x: T.jvp(f, (x,), (x,)),
-    }  # fmt: skip
+    }
     f = lambda x: (x * torch.tensor(np.array(taken(x * 1)))).sum()
     assert type(as_torch_func(lambda T: ways[way](T, f)(torch.ones(3)))) is RuntimeError
-    with pytest.raises((RuntimeError, TypeError), match=r"requires grad|values|Error interpreting|abstract array"):
+    with pytest.raises(
+        (RuntimeError, TypeError), match=r"requires grad|values|Error interpreting|abstract array"
+    ):
         jit(ways[way](torchfunc_jax, f))(torch.ones(3))
 
 
 def test_numbers_of_what_is_detached() -> None:
     x = torch.tensor([1.0, 2.0])
     f = lambda x: (x * torch.tensor(x.sin().detach().numpy())).sum()
-    assert "data pointer" in str(as_torch_func(lambda T: T.grad(f)(x)))  # torch.func gives no numbers of its wrapped tensors
+    # torch.func gives no numbers of its wrapped tensors
+    assert "data pointer" in str(as_torch_func(lambda T: T.grad(f)(x)))
     with pytest.raises(DataDependentError, match=r"numpy\(\) needs a tensor's values"):
         jit(grad(f))(x)
 
 
 SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "tanh": torch.tanh, "softmax": lambda x: torch.softmax(x, 0), "in place": lambda x: (x * 1).sigmoid_(), "norm": torch.norm,
-    "function": SavesItsOutput.apply, "inside": lambda x: torch.exp(torch.sqrt(x)),
-}  # fmt: skip
+    "tanh": torch.tanh,
+    "softmax": lambda x: torch.softmax(x, 0),
+    "in place": lambda x: (x * 1).sigmoid_(),
+    "norm": torch.norm,
+    "function": SavesItsOutput.apply,
+    "inside": lambda x: torch.exp(torch.sqrt(x)),
+}
 NOT_SAVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "copied": lambda x: torch.tanh(x).clone(), "sin": torch.sin, "viewed": lambda x: torch.exp(x).view(3, 1),
-    "only compared": lambda x: torch.relu(x - 0.4), "largest": lambda x: x.amax(),
-}  # fmt: skip
+    "copied": lambda x: torch.tanh(x).clone(),
+    "sin": torch.sin,
+    "viewed": lambda x: torch.exp(x).view(3, 1),
+    "only compared": lambda x: torch.relu(x - 0.4),
+    "largest": lambda x: x.amax(),
+}
 
 
 @pytest.mark.parametrize("loss", [torch.sum, lambda y: (y * y).sum()])
 @pytest.mark.parametrize("wrap", [jit, functionalize])
 @pytest.mark.parametrize("operator", [*SAVED, *NOT_SAVED])
-def test_second_derivatives_through_a_hook_on_what_an_operator_saves(operator: str, wrap: Any, loss: Any) -> None:
+def test_second_derivatives_through_a_hook_on_what_an_operator_saves(
+    operator: str, wrap: Any, loss: Any
+) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = {**SAVED, **NOT_SAVED}[operator](x)
         y.register_hook(lambda g: g * 2)
@@ -381,10 +437,13 @@ def test_second_derivatives_through_a_hook_on_what_an_operator_saves(operator: s
         with pytest.raises(NotImplementedError, match=r"clone\(\)"):
             torch.autograd.grad((g * g).sum(), x)
     elif operator in SAVED or loss is not torch.sum:
-        same(torch.autograd.grad((g * g).sum(), x), torch.autograd.grad((expected * expected).sum(), theirs))
+        same(
+            torch.autograd.grad((g * g).sum(), x),
+            torch.autograd.grad((expected * expected).sum(), theirs),
+        )
 
 
-# -- a hook that is registered after a use -------------------------------------------------------------------------------------------------
+# -- a hook that is registered after a use ---------------------------------------------------------
 def _into_zeros(y: torch.Tensor) -> torch.Tensor:
     z = y.new_zeros(4)
     z[:3] = y
@@ -409,17 +468,29 @@ class _Sine(torch.autograd.Function):
 
 P = torch.tensor([0.3, -0.7, 1.1])
 USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "an operator": lambda T, y: y.sin(), "a view": lambda T, y: y[1:], "a write": lambda T, y: torch.zeros_like(y).add_(y),
-    "an assignment": lambda T, y: _into_zeros(y), "a list": lambda T, y: torch.cat([y, y]), "unbind": lambda T, y: sum(y.unbind()),
-    "a keyword": lambda T, y: torch.add(input=P, other=y), "grad": lambda T, y: T.grad(lambda t: (t**3).sum())(y),
-    "captured by grad": lambda T, y: T.grad(lambda t: (t * y).sum())(P), "vjp": lambda T, y: T.vjp(torch.sin, y)[0],
-    "a pullback": lambda T, y: T.vjp(torch.sin, P)[1](y)[0], "jvp": lambda T, y: T.jvp(torch.sin, (P,), (y,))[1],
-    "vmap": lambda T, y: T.vmap(torch.sin)(y), "jacrev": lambda T, y: T.jacrev(torch.sin)(y).sum(0),
+    "an operator": lambda T, y: y.sin(),
+    "a view": lambda T, y: y[1:],
+    "a write": lambda T, y: torch.zeros_like(y).add_(y),
+    "an assignment": lambda T, y: _into_zeros(y),
+    "a list": lambda T, y: torch.cat([y, y]),
+    "unbind": lambda T, y: sum(y.unbind()),
+    "a keyword": lambda T, y: torch.add(input=P, other=y),
+    "grad": lambda T, y: T.grad(lambda t: (t**3).sum())(y),
+    "captured by grad": lambda T, y: T.grad(lambda t: (t * y).sum())(P),
+    "vjp": lambda T, y: T.vjp(torch.sin, y)[0],
+    "a pullback": lambda T, y: T.vjp(torch.sin, P)[1](y)[0],
+    "jvp": lambda T, y: T.jvp(torch.sin, (P,), (y,))[1],
+    "vmap": lambda T, y: T.vmap(torch.sin)(y),
+    "jacrev": lambda T, y: T.jacrev(torch.sin)(y).sum(0),
     "a Function": lambda T, y: _Sine.apply(y),
-    "a checkpoint": lambda T, y: checkpoint(torch.sin, y, use_reentrant=False) if T is torchfunc_jax else y.sin(),
+    "a checkpoint": lambda T, y: (
+        checkpoint(torch.sin, y, use_reentrant=False) if T is torchfunc_jax else y.sin()
+    ),
     "from_jax": lambda T, y: from_jax(jnp.sin)(y) if T is torchfunc_jax else y.sin(),
     "functional_call": lambda T, y: T.functional_call(torch.nn.LayerNorm(3), {"bias": y}, (P,)),
-    "attention": lambda T, y: torch.nn.functional.scaled_dot_product_attention(*[y[None, None]] * 3).flatten(),
+    "attention": lambda T, y: torch.nn.functional.scaled_dot_product_attention(
+        *[y[None, None]] * 3
+    ).flatten(),
 }
 
 
@@ -445,7 +516,10 @@ def test_a_hook_around_a_use_is_called_as_by_torch_func(name: str, way: str) -> 
         return T.grad(g)(P.clone()) if way == "grad" else T.vmap(T.grad(g))(torch.stack([P, P * 2]))
 
     for argument in (False, True):
-        before, after = (as_torch_func(lambda T, b=b, a=argument: (f(T, a, b), seen.take())) for b in (True, False))
+        before, after = (
+            as_torch_func(lambda T, b=b, a=argument: (f(T, a, b), seen.take()))
+            for b in (True, False)
+        )
         same(before, after)
         assert len(before[1]) == 1
         compiled = lambda b, a=argument: jit(lambda: f(torchfunc_jax, a, b))()
@@ -465,7 +539,11 @@ def test_a_hook_on_several_tensors_at_once(mode: str) -> None:
         torch.autograd.graph.register_multi_grad_hook([a, b], seen.add, mode=mode)
         return (a * b).sum()
 
-    for way in (lambda T: T.grad(f)(P), lambda T: T.vmap(T.grad(f))(P[None]), lambda T: T.vjp(f, P)[1](torch.tensor(2.0))):
+    for way in (
+        lambda T: T.grad(f)(P),
+        lambda T: T.vmap(T.grad(f))(P[None]),
+        lambda T: T.vjp(f, P)[1](torch.tensor(2.0)),
+    ):
         _, called = as_torch_func(lambda T, way=way: (way(T), seen.take()))
         assert len(called) == 1
     with pytest.raises(NotImplementedError, match="register a hook on each tensor"):

@@ -1,4 +1,7 @@
-"""Tensors that were made in inference mode, and what differentiates a function that uses them; torch.func's results."""
+"""Tensors that were made in inference mode, and what differentiates a function that uses them;
+torch.func's results.
+"""
+
 from __future__ import annotations
 
 import types
@@ -29,7 +32,8 @@ def _layer() -> nn.Module:
     return layer
 
 
-#: By name: a function of a tensor that reads an inference tensor.  Each is made anew, and so is the tensor.
+#: By name: a function of a tensor that reads an inference tensor. Each is made anew, and so is the
+#: tensor.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Function]] = {
     "captured": lambda w: lambda x: (x * w).sin().sum(),
     "captured, in front": lambda w: lambda x: (w * x).sin().sum(),
@@ -38,7 +42,11 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Function]] = {
     "in a list": lambda w: lambda x: torch.stack([x, w]).sin().sum(),
     "by its name": lambda w: lambda x: torch.addcmul(x, x, x, value=1).mul(other=w).sum(),
     "an index": lambda w: lambda x, i=_made(lambda: torch.tensor([0, 2])): x[i].sin().sum(),
-    "a mask": lambda w: lambda x, m=_made(lambda: torch.tensor([True, False, True])): torch.where(m, x, x * 2).sin().sum(),
+    "a mask": lambda w: (
+        lambda x, m=_made(lambda: torch.tensor([True, False, True])): (
+            torch.where(m, x, x * 2).sin().sum()
+        )
+    ),
     "a module": lambda w: lambda x, m=_made(_layer): m(x).sin().sum(),
 }
 CALLS: dict[str, Callable[[Any, Function, torch.Tensor], Any]] = {
@@ -74,8 +82,13 @@ def test_as_in_torch_func(name: str, call: str, how: str, mode: bool) -> None:
                 return CALLS[call](F, jit(f), x)
             return CALLS[call](F, f, x)
 
-    if name == "a module" and call in ("grad", "vmap of grad", "vjp", "jacrev", "hessian") and not mode:
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):  # its weight requires grad
+    if (
+        name == "a module"
+        and call in ("grad", "vmap of grad", "vjp", "jacrev", "hessian")
+        and not mode
+    ):
+        # its weight requires grad
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             found(torch.func, "torch.func")
         return
     same(found(torchfunc_jax, how), found(torch.func, "torch.func"))

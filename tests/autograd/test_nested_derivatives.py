@@ -1,6 +1,8 @@
-"""What a derivative inside another one leaves: its value has derivatives of its own, no_grad inside holds for reverse mode alone, and a
-tensor that its function keeps is a tensor of the transform around it.
+"""What a derivative inside another one leaves: its value has derivatives of its own, no_grad inside
+holds for reverse mode alone, and a tensor that its function keeps is a tensor of the transform
+around it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -39,7 +41,9 @@ INSIDE: dict[str, Callable[[Any, Function, torch.Tensor], torch.Tensor]] = {
     "the aux of grad": lambda F, f, x: F.grad(lambda x: ((x * x).sum(), f(x)), has_aux=True)(x)[1],
     "the tangents": lambda F, f, x: F.jvp(f, (x,), (T,))[1],
     "the gradients": lambda F, f, x: _pulled(F, f, x)[1],
-    "a lane's value of jvp": lambda F, f, x: F.vmap(lambda t: F.jvp(f, (x,), (t,))[0])(torch.stack([T, T * 2])),
+    "a lane's value of jvp": lambda F, f, x: F.vmap(lambda t: F.jvp(f, (x,), (t,))[0])(
+        torch.stack([T, T * 2])
+    ),
 }
 AROUND: dict[str, Callable[[Any, Function], Any]] = {
     "vjp": lambda F, f: _pulled(F, f, X),
@@ -70,10 +74,13 @@ def test_the_value_of_a_derivative_has_derivatives(name: str, inside: str, how: 
     nested = lambda F: HOW[how](lambda: AROUND["vjp"](F, lambda x: INSIDE[inside](F, function, x)))
     if name not in ("gamma", "dirichlet"):
         return same(nested(torchfunc_jax), AROUND["vjp"](torch.func, function))
-    # PyTorch has gamma's derivative in single precision, and not dirichlet's;
-    # a vjp that draws random numbers is run by PyTorch; and jit calls a function that sets the generator's state
+    # PyTorch has gamma's derivative in single precision, and not dirichlet's; a vjp that draws
+    # random numbers is run by PyTorch; and jit calls a function that sets the generator's state
     outcomes = []
-    for call in (lambda: nested(torchfunc_jax), lambda: AROUND["vjp"](torch.func, lambda x: INSIDE[inside](torch.func, function, x))):
+    for call in (
+        lambda: nested(torchfunc_jax),
+        lambda: AROUND["vjp"](torch.func, lambda x: INSIDE[inside](torch.func, function, x)),
+    ):
         try:
             outcomes.append(call())
         except RuntimeError as error:
@@ -82,7 +89,11 @@ def test_the_value_of_a_derivative_has_derivatives(name: str, inside: str, how: 
 
 
 #: JAX has no complex32, the dtype of chalf's result.
-DIFFERENTIABLE = [n for n, op in opinfo.operators().items() if op.supports_autograd and torch.float64 in op.dtypes and n != "chalf"]
+DIFFERENTIABLE = [
+    n
+    for n, op in opinfo.operators().items()
+    if op.supports_autograd and torch.float64 in op.dtypes and n != "chalf"
+]
 
 
 @pytest.mark.slow
@@ -106,11 +117,13 @@ def test_the_value_of_any_operators_derivative_has_derivatives(name: str) -> Non
         torch.func.jvp(problem.smooth, primals, problem.tangents())
     except Exception:  # PyTorch has no forward mode of it
         return
-    value = F.vjp(lambda *xs: F.jvp(problem.smooth, xs, problem.tangents())[0], *primals)[1](cotangents)
+    value = F.vjp(lambda *xs: F.jvp(problem.smooth, xs, problem.tangents())[0], *primals)[1](
+        cotangents
+    )
     same(value, expected, rtol=1e-6, atol=1e-8)
 
 
-# -- no_grad -----------------------------------------------------------------------------------------------------------------------------
+# -- no_grad ---------------------------------------------------------------------------------------
 def _clamped(x: torch.Tensor) -> torch.Tensor:
     norm = x.norm().clone()
     with torch.no_grad():
@@ -144,7 +157,9 @@ NO_GRAD: dict[str, Function] = {
     "a write to a part": _part,
     "a value": _made,
     "cosine_similarity": lambda x: nn.functional.cosine_similarity(x[None], x.sin()[None]),
-    "gaussian_nll_loss": lambda x: nn.functional.gaussian_nll_loss(x, x.sin(), x.exp(), reduction="none"),
+    "gaussian_nll_loss": lambda x: nn.functional.gaussian_nll_loss(
+        x, x.sin(), x.exp(), reduction="none"
+    ),
 }
 
 
@@ -169,18 +184,24 @@ def test_no_grad_inside_nested_derivatives(name: str, inside: str, around: str, 
 @pytest.mark.parametrize("around", ["vjp", "jvp"])
 @pytest.mark.parametrize("inside", ["the value of jvp", "the tangents", "the gradients"])
 @pytest.mark.parametrize("name", ["a write", "a value", "cosine_similarity"])
-def test_no_grad_in_a_checkpoint_in_nested_derivatives(name: str, inside: str, around: str, how: str) -> None:
-    """torch.func has no derivative of a checkpoint; it changes no value, so the truth is the function without it."""
+def test_no_grad_in_a_checkpoint_in_nested_derivatives(
+    name: str, inside: str, around: str, how: str
+) -> None:
+    """torch.func has no derivative of a checkpoint; it changes no value, so the truth is the
+    function without it.
+    """
     function = NO_GRAD[name]
 
     def call(F: Any, function: Function) -> Any:
         return AROUND[around](F, lambda x: INSIDE[inside](F, function, x))
 
-    found = HOW[how](lambda: call(torchfunc_jax, lambda x: checkpoint(function, x, use_reentrant=False)))
+    found = HOW[how](
+        lambda: call(torchfunc_jax, lambda x: checkpoint(function, x, use_reentrant=False))
+    )
     same(found, call(torch.func, function))
 
 
-# -- what the function inside keeps ------------------------------------------------------------------------------------------------------
+# -- what the function inside keeps ----------------------------------------------------------------
 def _steps(F: Any, x: torch.Tensor, factor: float, kept: list[Any]) -> torch.Tensor:
     """Three steps of a learner inside, whose losses are kept."""
     p = x
@@ -199,7 +220,9 @@ def _steps(F: Any, x: torch.Tensor, factor: float, kept: list[Any]) -> torch.Ten
 WEIGHT = torch.tensor(2.0, dtype=torch.float64)
 USES: dict[str, Callable[[Any, torch.Tensor, list[Any]], Any]] = {
     "their mean": lambda F, x, kept: torch.stack(kept).mean(),
-    "their mean, detached": lambda F, x, kept: torch.stack([v.detach() for v in kept]).mean() * x.sum(),
+    "their mean, detached": lambda F, x, kept: (
+        torch.stack([v.detach() for v in kept]).mean() * x.sum()
+    ),
     "an argument that is a tensor from outside": lambda F, x, kept: (x.cos() * kept[3]).sum(),
     "an argument": lambda F, x, kept: F.grad(lambda v: (v * x).sin().sum())(kept[1]),
     "captured": lambda F, x, kept: F.grad(lambda y: (y * kept[1]).sin().sum())(x).sum(),
@@ -212,7 +235,9 @@ USES: dict[str, Callable[[Any, torch.Tensor, list[Any]], Any]] = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", USES)
-def test_what_the_function_inside_keeps_is_used_outside_of_it(name: str, around: str, how: str) -> None:
+def test_what_the_function_inside_keeps_is_used_outside_of_it(
+    name: str, around: str, how: str
+) -> None:
     def call(F: Any, factor: float) -> Any:
         def function(x: torch.Tensor) -> torch.Tensor:
             kept: list[Any] = []

@@ -1,4 +1,7 @@
-"""Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain PyTorch; and what errors leave behind."""
+"""Random programs of autograd.Functions, hooks, checkpoints and nested transforms, beside plain
+PyTorch; and what errors leave behind.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -41,7 +44,10 @@ def judge(start: int, stop: int, count: int) -> None:
                 without_truth += 1
             elif found:
                 smaller = autograd_programs.shrunk(p, way, torchfunc_jax)
-                pytest.fail(f"program {seed}, {name}, {sorted(p.needs)} require grad: {found}\n{smaller.source}")
+                pytest.fail(
+                    f"program {seed}, {name}, {sorted(p.needs)} require grad: {found}\n"
+                    f"{smaller.source}"
+                )
     assert without_truth <= 0.5 * count * (stop - start), "PyTorch itself raises too often to judge"
 
 
@@ -56,7 +62,7 @@ def test_many_agree_with_plain_pytorch(start: int) -> None:
     judge(start, min(start + PER_TEST, COUNT), 3)
 
 
-# -- what random programs have found, each by itself ----------------------------------------------------
+# -- what random programs have found, each by itself -----------------------------------------------
 W = torch.tensor([0.7, -0.4, 1.2], dtype=torch.float64)
 
 
@@ -69,9 +75,12 @@ class Weighted(torch.autograd.Function):
         return x.sin() * W
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]  # torch has typed any number of them
+    # torch has typed any number of them
+    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        return g * x * W if ctx.needs_input_grad[0] else None, g * 3 if ctx.needs_input_grad[1] else None
+        return g * x * W if ctx.needs_input_grad[0] else None, g * 3 if ctx.needs_input_grad[
+            1
+        ] else None
 
 
 class Hidden(torch.autograd.Function):
@@ -126,17 +135,29 @@ FOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "backward uses a captured tensor": lambda x: Weighted.apply(x, None),
     "two inputs": lambda x: Weighted.apply(x * 2, W) * x,
     "it meets the captured tensor itself": lambda x: Weighted.apply(x * W, None) + W,
-    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(Weighted.apply, x * 1, None, use_reentrant=False),
-    "an intermediate is saved": Hidden.apply, "closure of its own": closure_of_its_own, "hook with captured tensors": hook_with_captured,
-    "copy_ in no_grad": in_place(lambda v: v.copy_(W)), "mul_ in no_grad": in_place(lambda v: v.mul_(W)),
-    "a view in no_grad": in_place(lambda v: v[1:].mul_(W[1:])), "an element in no_grad": in_place(lambda v: v.__setitem__(0, W[1])),
+    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(
+        Weighted.apply, x * 1, None, use_reentrant=False
+    ),
+    "an intermediate is saved": Hidden.apply,
+    "closure of its own": closure_of_its_own,
+    "hook with captured tensors": hook_with_captured,
+    "copy_ in no_grad": in_place(lambda v: v.copy_(W)),
+    "mul_ in no_grad": in_place(lambda v: v.mul_(W)),
+    "a view in no_grad": in_place(lambda v: v[1:].mul_(W[1:])),
+    "an element in no_grad": in_place(lambda v: v.__setitem__(0, W[1])),
     "out= in no_grad": in_place(lambda v: torch.mul(W, 2, out=v)),
-}  # fmt: skip
+}
 #: What cannot be recorded of them: un-jitted, PyTorch runs these, as torch.func does.
-IN_TORCH = frozenset({
-    "backward uses a captured tensor", "two inputs", "it meets the captured tensor itself", "in a checkpoint", "closure of its own",
-    "hook with captured tensors",
-})  # fmt: skip
+IN_TORCH = frozenset(
+    {
+        "backward uses a captured tensor",
+        "two inputs",
+        "it meets the captured tensor itself",
+        "in a checkpoint",
+        "closure of its own",
+        "hook with captured tensors",
+    }
+)
 
 
 def raised(call: Callable[[], Any]) -> Exception | None:
@@ -149,13 +170,19 @@ def raised(call: Callable[[], Any]) -> Exception | None:
 
 
 def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
-    """A call, which gets a namespace of transforms, raises torch.func's own error, at each call, and leaves nothing behind."""
+    """A call, which gets a namespace of transforms, raises torch.func's own error, at each call,
+    and leaves nothing behind.
+    """
     theirs = raised(lambda: call(torch.func))
     assert theirs is not None
     for _ in range(2):
         mine = raised(lambda: call(torchfunc_jax))
         assert type(mine) is type(theirs) and str(mine) == str(theirs)
-        assert torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None and untouched()
+        assert (
+            torch.is_grad_enabled()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and untouched()
+        )
 
 
 @pytest.mark.thin(2)
@@ -171,7 +198,9 @@ def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> 
         if entry is vmap and name in IN_TORCH:
             plain = torch.func.vmap(f)
             if raised(lambda: plain(torch.ones(2, 3, dtype=torch.float64))) is not None:
-                refused_as_by_torch_func(lambda T: T.vmap(f)(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)))
+                refused_as_by_torch_func(
+                    lambda T: T.vmap(f)(torch.ones(2, 3, dtype=torch.float64, requires_grad=True))
+                )
                 return
         for number in range(2):
             with torch.no_grad():
@@ -179,12 +208,24 @@ def test_first_and_second_derivatives(name: str, entry: Any, captured: bool) -> 
             found = []
             for g in (mine, plain):
                 x = torch.linspace(0.3, 1.1, 3, dtype=torch.float64) + number
-                leaves = [(x.expand(2, 3) * 1 if entry is vmap else x).requires_grad_(), *([W] if captured else [])]
+                leaves = [
+                    (x.expand(2, 3) * 1 if entry is vmap else x).requires_grad_(),
+                    *([W] if captured else []),
+                ]
                 out = g(leaves[0])
                 first = torch.autograd.grad(out.sum(), leaves, create_graph=True, allow_unused=True)
                 total = sum(t.sin().sum() for t in first if t is not None)
-                second = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
-                found.append([torch.zeros(3, dtype=torch.float64) + (0 if t is None else t) for t in (out, *first, *second)])
+                second = (
+                    torch.autograd.grad(total, leaves, allow_unused=True)
+                    if total.requires_grad
+                    else [None] * len(leaves)
+                )
+                found.append(
+                    [
+                        torch.zeros(3, dtype=torch.float64) + (0 if t is None else t)
+                        for t in (out, *first, *second)
+                    ]
+                )
             same(*found)
     finally:
         W.requires_grad_(False)
@@ -212,28 +253,41 @@ class ProductWithVmap(torch.autograd.Function):
         return ProductWithVmap.apply(*torch.broadcast_tensors(a, b)), 0
 
 
-#: Transforms inside a vmap of a and b that differentiate by one of them, while the other one is mapped around them.
+#: Transforms inside a vmap of a and b that differentiate by one of them, while the other one is
+#: mapped around them.
 BESIDE_A_MAPPED_TENSOR: dict[str, Callable[..., Any]] = {
     "grad": lambda T, f, a, b: T.grad(lambda a: f(a, b).sum())(a),
     "grad of the second": lambda T, f, a, b: T.grad(lambda b: f(a, b).sum())(b),
     "vjp": lambda T, f, a, b: T.vjp(lambda a: f(a, b), a)[1](b)[0],
     "jacrev": lambda T, f, a, b: T.jacrev(lambda a: f(a, b))(a),
-    "grad of grad": lambda T, f, a, b: T.grad(lambda b: T.grad(lambda a: (f(a, b) * a).sum())(a).sum())(b),
+    "grad of grad": lambda T, f, a, b: T.grad(
+        lambda b: T.grad(lambda a: (f(a, b) * a).sum())(a).sum()
+    )(b),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", BESIDE_A_MAPPED_TENSOR)
-def test_a_function_with_a_vmap_of_its_own_meets_a_mapped_tensor_inside(name: str, needs_grad: bool, compiled: bool) -> None:
+def test_a_function_with_a_vmap_of_its_own_meets_a_mapped_tensor_inside(
+    name: str, needs_grad: bool, compiled: bool
+) -> None:
     found = []
     for T in (torchfunc_jax, torch.func):
         inner = BESIDE_A_MAPPED_TENSOR[name]
         f = T.vmap(lambda a, b, T=T, inner=inner: inner(T, ProductWithVmap.apply, a, b))
         f = jit(f) if compiled and T is torchfunc_jax else f
-        a, b = (torch.linspace(k, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_(needs_grad) for k in (-0.5, 0.1))
+        a, b = (
+            torch.linspace(k, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_(needs_grad)
+            for k in (-0.5, 0.1)
+        )
         out = f(a, b)
-        found.append([out, *(torch.autograd.grad(out.sum(), [a, b], allow_unused=True) if needs_grad else [])])
+        found.append(
+            [
+                out,
+                *(torch.autograd.grad(out.sum(), [a, b], allow_unused=True) if needs_grad else []),
+            ]
+        )
     same(*found)
 
 
@@ -246,14 +300,18 @@ OF_A_CAPTURED_TENSOR: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "jacrev": lambda T, y: T.jacrev(lambda a: a * a * W)(y).sum(0),
     "grad of grad": lambda T, y: T.grad(lambda b: T.grad(lambda a: (a * a * W).sum())(b).sum())(y),
     "vmap of grad": lambda T, y: T.vmap(T.grad(lambda a: (a * a * W).sum()))(y.expand(2, 3)).sum(0),
-    "grad of vmap": lambda T, y: T.grad(lambda b: T.vmap(lambda a: a * b * W)(y.expand(2, 3)).sum())(y),
+    "grad of vmap": lambda T, y: T.grad(
+        lambda b: T.vmap(lambda a: a * b * W)(y.expand(2, 3)).sum()
+    )(y),
 }
 
 
 @pytest.mark.parametrize("entry", [functionalize, jit])
 @pytest.mark.parametrize("name", OF_A_CAPTURED_TENSOR)
 def test_a_hook_on_what_depends_on_a_captured_tensor_alone(name: str, entry: Any) -> None:
-    """Inside the trace the result of an inner transform requires grad where W does, so that the function registers its hook."""
+    """Inside the trace the result of an inner transform requires grad where W does, so that the
+    function registers its hook.
+    """
     found = []
     W.requires_grad_(True)
     try:
@@ -265,7 +323,9 @@ def test_a_hook_on_what_depends_on_a_captured_tensor_alone(name: str, entry: Any
                     v.register_hook(lambda g: g * g.detach().cos())
                 return v
 
-            out = (entry(f) if T is torchfunc_jax else f)(torch.linspace(0.3, 1.1, 3, dtype=torch.float64))
+            out = (entry(f) if T is torchfunc_jax else f)(
+                torch.linspace(0.3, 1.1, 3, dtype=torch.float64)
+            )
             found.append(torch.autograd.grad((out * out).sum(), W))
         same(*found)
     finally:
@@ -276,7 +336,9 @@ def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
     """jit compiles it; PyTorch, which runs it un-jitted, refuses the Function."""
 
     def f(T: Any, x: torch.Tensor) -> torch.Tensor:
-        inner = torch.utils.checkpoint.checkpoint(lambda a: Weighted.apply(a, None) * W, x, use_reentrant=False)
+        inner = torch.utils.checkpoint.checkpoint(
+            lambda a: Weighted.apply(a, None) * W, x, use_reentrant=False
+        )
         return inner + Weighted.apply(x, W) * W
 
     def pulled(T: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -286,9 +348,14 @@ def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
     x = torch.linspace(0.3, 1.1, 3, dtype=torch.float64)
     W.requires_grad_(True)
     try:
-        found = [f(torch.func, x), torch.autograd.grad(f(torch.func, x.requires_grad_()).sum(), x)[0]]
+        found = [
+            f(torch.func, x),
+            torch.autograd.grad(f(torch.func, x.requires_grad_()).sum(), x)[0],
+        ]
         same(jit(lambda x: pulled(torchfunc_jax, x))(x.detach()), found)
-        for _ in range(2):  # PyTorch runs this; torch.func itself refuses the checkpoint already, by an error of the same class
+        # PyTorch runs this; torch.func itself refuses the checkpoint already, by an error of the
+        # same class
+        for _ in range(2):
             with pytest.raises(RuntimeError, match="setup_context"):
                 pulled(torchfunc_jax, x.detach())
     finally:
@@ -297,11 +364,14 @@ def test_a_tensor_that_requires_grad_is_met_first_in_a_checkpoint() -> None:
 
 #: Functions that use a tensor which requires grad, and whose results do not depend on it.
 WITHOUT_HISTORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "detach": lambda x: x.sin() * W.detach(), "computed": lambda x: x.sin() * (W * 2).detach(),
+    "detach": lambda x: x.sin() * W.detach(),
+    "computed": lambda x: x.sin() * (W * 2).detach(),
     "no_grad": lambda x: x.sin() * torch.no_grad()(lambda: W * 2)(),
-    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda a: a.sin() * W.detach(), x, use_reentrant=False),
+    "in a checkpoint": lambda x: torch.utils.checkpoint.checkpoint(
+        lambda a: a.sin() * W.detach(), x, use_reentrant=False
+    ),
     "in a vmap": lambda x: vmap(lambda a: a.sin() * W.detach())(x.expand(2, 3)).sum(0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("transform", [torchfunc_jax.vjp, torchfunc_jax.linearize])
@@ -314,15 +384,22 @@ def test_a_pullback_holds_nothing_of_a_trace_that_is_over(name: str, transform: 
             out, linear = transform(f, x)
             found = linear(torch.ones_like(x))
             factor = W.detach() * (2 if name in ("computed", "no_grad", "in a vmap") else 1)
-            same([out.detach(), found[0] if isinstance(found, tuple) else found], [x.sin() * factor, x.cos() * factor])
+            same(
+                [out.detach(), found[0] if isinstance(found, tuple) else found],
+                [x.sin() * factor, x.cos() * factor],
+            )
     finally:
         W.requires_grad_(False)
 
 
 @pytest.mark.parametrize("entry", [lambda f: f, jit])
 @pytest.mark.parametrize("inner", ["checkpoint", "direct"])
-def test_a_function_with_captured_tensors_is_reached_through_a_product(inner: str, entry: Any) -> None:
-    """Its output is a factor of a gradient: JAX leaves out of that program what no number needs, autograd goes back through it."""
+def test_a_function_with_captured_tensors_is_reached_through_a_product(
+    inner: str, entry: Any
+) -> None:
+    """Its output is a factor of a gradient: JAX leaves out of that program what no number needs,
+    autograd goes back through it.
+    """
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -339,7 +416,11 @@ def test_a_function_with_captured_tensors_is_reached_through_a_product(inner: st
         return Scaled.apply(a) * b
 
     def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out = product(x, y * 1) if inner == "direct" else torch.utils.checkpoint.checkpoint(product, x, y * 1, use_reentrant=False)
+        out = (
+            product(x, y * 1)
+            if inner == "direct"
+            else torch.utils.checkpoint.checkpoint(product, x, y * 1, use_reentrant=False)
+        )
         return (out * factor).sum()
 
     x, y = (torch.linspace(k, 1.1, 3, dtype=torch.float64).requires_grad_() for k in (0.3, 0.7))
@@ -347,7 +428,7 @@ def test_a_function_with_captured_tensors_is_reached_through_a_product(inner: st
     same(torch.autograd.grad(out, [x, y], factor), ((-0.4 * factor**3), (-0.4 * factor**3)))
 
 
-# -- errors, and other threads --------------------------------------------------------------------------
+# -- errors, and other threads ---------------------------------------------------------------------
 class Sometimes(torch.autograd.Function):
     """Raises where it is told to."""
 
@@ -361,7 +442,8 @@ class Sometimes(torch.autograd.Function):
         return x.sin()
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch has typed any number of them
+    # torch has typed any number of them
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if Sometimes.fails == "backward":
             raise ValueError("of the backward")
         (x,) = ctx.saved_tensors
@@ -384,8 +466,11 @@ def gradient(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ENTRIES: dict[str, Callable[[], Callable[..., Any]]] = {
-    "functionalize": lambda: gradient(functionalize(loss)), "jit": lambda: gradient(jit(loss)), "grad": lambda: grad(loss),
-    "jit(grad)": lambda: jit(grad(loss)), "vmap(grad)": lambda: vmap(grad(loss), in_dims=0),
+    "functionalize": lambda: gradient(functionalize(loss)),
+    "jit": lambda: gradient(jit(loss)),
+    "grad": lambda: grad(loss),
+    "jit(grad)": lambda: jit(grad(loss)),
+    "vmap(grad)": lambda: vmap(grad(loss), in_dims=0),
 }
 
 
@@ -396,7 +481,9 @@ def untouched() -> bool:
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_error_of_the_users_leaves_nothing_behind(entry: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_users_leaves_nothing_behind(
+    entry: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.linspace(0.5, 2.0, 3)
     for _ in range(2):
         call = ENTRIES[entry]()
@@ -413,7 +500,9 @@ def test_an_error_of_the_users_leaves_nothing_behind(entry: str, place: str, mon
 
 @pytest.mark.parametrize("main_holds", [True, False])
 def test_functions_of_other_threads_are_their_own(main_holds: bool) -> None:
-    """While one thread has a trace open, another one's Functions run as PyTorch runs them, and its errors are its own."""
+    """While one thread has a trace open, another one's Functions run as PyTorch runs them, and its
+    errors are its own.
+    """
     inside, done = threading.Event(), threading.Event()
     x, seen, results = torch.linspace(0.5, 2.0, 3), [], []
 
@@ -445,12 +534,16 @@ def test_functions_of_other_threads_are_their_own(main_holds: bool) -> None:
 
 
 def test_the_fast_path_of_transformers_is_off_for_this_trace_alone() -> None:
-    """A thread beside it keeps its own, and what the user sets meanwhile stays; a layer that meets captured tensors alone is followed."""
+    """A thread beside it keeps its own, and what the user sets meanwhile stays; a layer that meets
+    captured tensors alone is followed.
+    """
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x, seen = torch.randn(2, 3, 8), []
 
     def f() -> torch.Tensor:
-        thread = threading.Thread(target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled()))
+        thread = threading.Thread(
+            target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled())
+        )
         thread.start()
         thread.join()
         seen.append(torch.backends.mha.get_fastpath_enabled())
@@ -506,27 +599,37 @@ INSIDE: dict[str, Callable[[Any, Any], Any]] = {
     "functionalize": lambda T, f: T.functionalize(f),
     "jit of vmap": lambda T, f: lambda x: T.jit(T.vmap(f))(x[None])[0],
     "aux of grad": lambda T, f: lambda x: T.grad(lambda x: (x.sum(), f(x)), has_aux=True)(x)[1],
-    "aux of grad, jit": lambda T, f: lambda x: T.jit(T.grad(lambda x: (x.sum(), f(x)), has_aux=True))(x)[1],
+    "aux of grad, jit": lambda T, f: (
+        lambda x: T.jit(T.grad(lambda x: (x.sum(), f(x)), has_aux=True))(x)[1]
+    ),
 }
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("through", THROUGH)
-def test_gradients_of_torchs_go_through_transforms_inside_another_one(through: str, inside: str) -> None:
+def test_gradients_of_torchs_go_through_transforms_inside_another_one(
+    through: str, inside: str
+) -> None:
     def slope(T: Any, x: torch.Tensor) -> torch.Tensor:
         leaf = x.detach().clone().requires_grad_()
         return torch.autograd.grad(THROUGH[through](T, leaf).sum(), leaf)[0]
 
-    if through in ("jvp", "hessian") and inside in ("vmap", "aux of grad"):  # no record: PyTorch runs these
+    # no record: PyTorch runs these
+    if through in ("jvp", "hessian") and inside in ("vmap", "aux of grad"):
         x = torch.tensor([1.0, 4.0])
-        with pytest.raises(RuntimeError):  # for requires_grad_, or for the gradient that goes back no further
+        # for requires_grad_, or for the gradient that goes back no further
+        with pytest.raises(RuntimeError):
             INSIDE[inside](torch.func, lambda x: slope(torch.func, x))(x)
         for _ in range(2):  # where ours computes it, from what is recorded so far, it is right
             with contextlib.suppress(RuntimeError):
-                same(INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))(x), slope(torch.func, x))
+                same(
+                    INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))(x),
+                    slope(torch.func, x),
+                )
         return
     run = INSIDE[inside](torchfunc_jax, lambda x: slope(torchfunc_jax, x))
-    truth = torchfunc_jax if through in ("jit", "linearize") else torch.func  # torch.func has no jit; torch goes back through no linearize
+    # torch.func has no jit; torch goes back through no linearize
+    truth = torchfunc_jax if through in ("jit", "linearize") else torch.func
     for x in (torch.tensor([1.0, 4.0]), torch.tensor([1.5, -2.0])):
         same(run(x), slope(truth, x))

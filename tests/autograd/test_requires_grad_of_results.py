@@ -1,4 +1,7 @@
-"""requires_grad and is_leaf of the results of transforms inside a function, which user code asks for, as torch.func has them."""
+"""requires_grad and is_leaf of the results of transforms inside a function, which user code asks
+for, as torch.func has them.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +33,9 @@ LOOKED_AT: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "grad twice": lambda T, x: T.grad(lambda t: T.grad(lambda u: (u**3).sum())(t).sum())(x),
     "grad under no_grad": lambda T, x: _without_grad(T.grad(lambda t: (t**3).sum()), x),
     "aux": lambda T, x: T.grad(lambda t: ((t**2).sum(), x * 2), has_aux=True)(X)[1],
-    "an aux of integers": lambda T, x: T.grad(lambda t: ((t**2).sum(), t.argmax()), has_aux=True)(x)[1],
+    "an aux of integers": lambda T, x: T.grad(lambda t: ((t**2).sum(), t.argmax()), has_aux=True)(
+        x
+    )[1],
     "the value": lambda T, x: T.grad_and_value(lambda t: (t * x).sum())(X)[1],
     "vjp": lambda T, x: T.vjp(torch.sin, x)[0],
     "a pullback": lambda T, x: T.vjp(torch.sin, x)[1](X)[0],

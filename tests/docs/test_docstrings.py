@@ -1,4 +1,7 @@
-"""The examples in torch.func's docstrings, taken from the installed torch and run twice: as they are, and with our names."""
+"""The examples in torch.func's docstrings, taken from the installed torch and run twice: as they
+are, and with our names.
+"""
+
 from __future__ import annotations
 
 import ast
@@ -19,7 +22,17 @@ from torch.utils import _pytree as pytree
 import torchfunc_jax
 
 NAMES = (
-    "vmap", "grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize", "functional_call", "stack_module_state",
+    "vmap",
+    "grad",
+    "grad_and_value",
+    "vjp",
+    "jvp",
+    "jacrev",
+    "jacfwd",
+    "hessian",
+    "linearize",
+    "functional_call",
+    "stack_module_state",
 )
 
 
@@ -67,7 +80,10 @@ GIVEN: dict[tuple[str, int], dict[str, Any]] = {
 #: What examples use and do not import, in torch 2.15.
 MODULES = {"warnings": warnings}
 #: Slips in the docstrings that plain PyTorch stumbles over as well.
-SLIPS = [("torch.zeros())", "torch.zeros(()), tie_weights=False)"), ("grad_weights.grad_fn", "grad_weights['weight'].grad_fn")]
+SLIPS = [
+    ("torch.zeros())", "torch.zeros(()), tie_weights=False)"),
+    ("grad_weights.grad_fn", "grad_weights['weight'].grad_fn"),
+]
 
 
 def examples(name: str) -> list[str]:
@@ -101,7 +117,9 @@ def examples(name: str) -> list[str]:
 
 
 def run(name: str, source_of: Any) -> list[dict[str, Any]]:
-    """What each example of a docstring computes: its variables and the values of its expressions."""
+    """What each example of a docstring computes:
+    its variables and the values of its expressions.
+    """
     torch.manual_seed(0)
     space: dict[str, Any] = {"torch": torch, "torchfunc_jax": torchfunc_jax, "nn": nn, **MODULES}
     source_of(f"from torch.func import {', '.join(NAMES)}", space)
@@ -128,12 +146,23 @@ class Keep(ast.NodeTransformer):
     """Turns each expression statement into one that keeps its value."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr:
-        return ast.Expr(ast.Call(ast.Attribute(ast.Name("_values_", ast.Load()), "append", ast.Load()), [node.value], []))
+        return ast.Expr(
+            ast.Call(
+                ast.Attribute(ast.Name("_values_", ast.Load()), "append", ast.Load()),
+                [node.value],
+                [],
+            )
+        )
 
 
 def comparable(value: Any) -> Any:
     """The tensors and numbers of a value; whatever else is in it, by its type's name."""
-    return pytree.tree_map(lambda x: x if isinstance(x, torch.Tensor | int | float | str | tuple) else type(x).__name__, value)
+    return pytree.tree_map(
+        lambda x: (
+            x if isinstance(x, torch.Tensor | int | float | str | tuple) else type(x).__name__
+        ),
+        value,
+    )
 
 
 def with_torch(source: str, space: dict[str, Any]) -> None:
@@ -154,7 +183,12 @@ def test_examples_give_the_same_numbers(name: str) -> None:
         assert mine.keys() == reference.keys()
         for key in reference:
             values, expected = mine[key], reference[key]
-            same(pytree.tree_map(strip, values), pytree.tree_map(strip, expected), rtol=1e-5, atol=1e-6)
+            same(
+                pytree.tree_map(strip, values),
+                pytree.tree_map(strip, expected),
+                rtol=1e-5,
+                atol=1e-6,
+            )
 
 
 def strip(value: Any) -> Any:
@@ -166,6 +200,10 @@ def test_our_own_names_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for module in (torchfunc_jax, sys.modules["torchfunc_jax._vmap"]):
         original = module.vmap
-        monkeypatch.setattr(module, "vmap", lambda *a, _original=original, **k: calls.append(a) or _original(*a, **k))
+        monkeypatch.setattr(
+            module,
+            "vmap",
+            lambda *a, _original=original, **k: calls.append(a) or _original(*a, **k),
+        )
     run("stack_module_state", with_ours)
     assert calls

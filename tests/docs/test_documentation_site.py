@@ -1,4 +1,7 @@
-"""The site of the documentation: its menu has every page, its reference every public name; `make docs` refuses broken links."""
+"""The site of the documentation: its menu has every page, its reference every public name;
+`make docs` refuses broken links.
+"""
+
 from __future__ import annotations
 
 import re
@@ -13,33 +16,60 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MODULES = [
-    "torchfunc_jax", "torchfunc_jax.distributed.utils", "torchfunc_jax.ensemble", "torchfunc_jax.ensemble.metrics",
-    "torchfunc_jax.testing", "bridge", "bridge.flax",
+    "torchfunc_jax",
+    "torchfunc_jax.distributed.utils",
+    "torchfunc_jax.ensemble",
+    "torchfunc_jax.ensemble.metrics",
+    "torchfunc_jax.testing",
+    "bridge",
+    "bridge.flax",
 ]
 
 
 def test_every_page_and_notebook_is_in_the_menu() -> None:
-    menu = set(re.findall(r"(?:: |- )([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "coverage/" not in path.as_posix()} - {"README.md"}
+    menu = set(
+        re.findall(
+            r"(?:: |- )([\w/]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+        )
+    )
+    pages = {
+        path.relative_to(DOCS).as_posix()
+        for path in DOCS.rglob("*.md")
+        if "coverage/" not in path.as_posix()
+    } - {"README.md"}
     notebooks = {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert menu == pages | notebooks | {"index.md", "contributing.md", "security.md"}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_reference_has_every_public_name(module: str) -> None:
-    listed = {name for page in (DOCS / "api").glob("*.md") for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
+    listed = {
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+    }
     for name in listed:  # each of them exists
         owner, _, attribute = name.rpartition(".")
         assert hasattr(import_module(owner), attribute), name
-    public = {name for name in import_module(module).__all__ if getattr(getattr(import_module(module), name), "__doc__", None)}
+    public = {
+        name
+        for name in import_module(module).__all__
+        if getattr(getattr(import_module(module), name), "__doc__", None)
+    }
     hidden = {  # two modules, einops's, for the fixture
-        "torchfunc_jax.testing", "torchfunc_jax.ensemble.metrics", "torchfunc_jax.rearrange", "torchfunc_jax.testing.failed",
+        "torchfunc_jax.testing",
+        "torchfunc_jax.ensemble.metrics",
+        "torchfunc_jax.rearrange",
+        "torchfunc_jax.testing.failed",
     }
     assert {f"{module}.{name}" for name in public} - hidden <= listed
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None, reason="make docs installs mkdocs")
+@pytest.mark.skipif(
+    shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None,
+    reason="make docs installs mkdocs",
+)
 def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
     for name in ("docs", "tools", "notebooks", "bridge", "torchfunc_jax"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,7 @@
-"""The programs of docs/jobs in small sizes: torch models in JAX's samplers, solvers, simulations, beside PyTorch, formulas, quadrature."""
+"""The programs of docs/jobs in small sizes: torch models in JAX's samplers, solvers, simulations,
+beside PyTorch, formulas, quadrature.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -36,16 +39,33 @@ def stacked(trees: list[Tree]) -> Tree:
     return {name: np.stack([np.asarray(tree[name]) for tree in trees]) for name in trees[0]}
 
 
-# -- samplers ------------------------------------------------------------------------------------------------------------------------------
-def quadrature(module: nn.Module, ranges: dict[str, tuple[float, float]], count: int = 40) -> dict[str, tuple[float, float]]:
-    """The posterior mean and standard deviation of parameters that are numbers, from the density on a grid, computed by PyTorch."""
+# -- samplers --------------------------------------------------------------------------------------
+def quadrature(
+    module: nn.Module, ranges: dict[str, tuple[float, float]], count: int = 40
+) -> dict[str, tuple[float, float]]:
+    """The posterior mean and standard deviation of parameters that are numbers, from the density on
+    a grid, computed by PyTorch.
+    """
     axes = [torch.linspace(*ends, count, dtype=torch.float64) for ends in ranges.values()]
     points = torch.cartesian_prod(*axes)
     like = dict(module.named_parameters())
     with torch.no_grad():
-        at = [{name: x.to(like[name]).reshape(like[name].shape) for name, x in zip(ranges, point, strict=True)} for point in points]
-        weights = torch.stack([functional_call(module, values) for values in at]).double().softmax(0)
-    assert weights.reshape([count] * len(axes))[0].sum() < 1e-3 > weights.reshape([count] * len(axes))[-1].sum()  # the grid is wide enough
+        at = [
+            {
+                name: x.to(like[name]).reshape(like[name].shape)
+                for name, x in zip(ranges, point, strict=True)
+            }
+            for point in points
+        ]
+        weights = (
+            torch.stack([functional_call(module, values) for values in at]).double().softmax(0)
+        )
+    # the grid is wide enough
+    assert (
+        weights.reshape([count] * len(axes))[0].sum()
+        < 1e-3
+        > weights.reshape([count] * len(axes))[-1].sum()
+    )
     mean = weights @ points
     deviation = (weights @ (points - mean) ** 2).sqrt()
     return {name: (m.item(), d.item()) for name, m, d in zip(ranges, mean, deviation, strict=True)}
@@ -58,7 +78,10 @@ def process() -> nn.Module:
 
 
 DENSITIES: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[float, float]]]] = {
-    "logistic regression": (lambda: samplers.logistic_data(40), {"weight": (-2.0, 4.0), "bias": (-3.0, 2.0)}),
+    "logistic regression": (
+        lambda: samplers.logistic_data(40),
+        {"weight": (-2.0, 4.0), "bias": (-3.0, 2.0)},
+    ),
     "Gaussian process": (process, {"log_length": (-2.5, 3.0), "log_scale": (-2.5, 3.0)}),
 }
 
@@ -69,7 +92,10 @@ FAST = ("blackjax", "Gaussian process")  # the others compile for as long
 
 @pytest.mark.parametrize(
     ("library", "density"),
-    [pytest.param(*way, marks=[] if way == FAST else pytest.mark.slow) for way in itertools.product(SAMPLERS, DENSITIES)],
+    [
+        pytest.param(*way, marks=[] if way == FAST else pytest.mark.slow)
+        for way in itertools.product(SAMPLERS, DENSITIES)
+    ],
 )
 def test_posteriors(library: str, density: str) -> None:
     pytest.importorskip(library)
@@ -80,13 +106,17 @@ def test_posteriors(library: str, density: str) -> None:
     assert set(found) == set(ranges)
     for name, (mean, deviation) in quadrature(module, ranges).items():
         values = np.asarray(found[name], np.float64).reshape(4, 500)
-        assert abs(values.mean() - mean) < 0.2 * deviation and values.std() == pytest.approx(deviation, rel=0.15), name
+        assert abs(values.mean() - mean) < 0.2 * deviation and values.std() == pytest.approx(
+            deviation, rel=0.15
+        ), name
         assert values.mean(1).std() < 0.3 * deviation  # the chains agree
 
 
-# -- solvers -------------------------------------------------------------------------------------------------------------------------------
+# -- solvers ---------------------------------------------------------------------------------------
 def test_a_field_in_diffrax() -> None:
-    """Of a linear field, whose solution is an exponential of its matrix: solutions of several starts, and the gradient of the matrix."""
+    """Of a linear field, whose solution is an exponential of its matrix: solutions of several
+    starts, and the gradient of the matrix.
+    """
     pytest.importorskip("diffrax")
 
     class Linear(nn.Linear):
@@ -94,14 +124,21 @@ def test_a_field_in_diffrax() -> None:
             return super().forward(y)
 
     field = Linear(2, 2, bias=False).double()
-    starts, times = torch.tensor([[1.0, 0.0], [0.5, -2.0], [3.0, 1.0]], dtype=torch.float64), torch.linspace(0, 2, 5, dtype=torch.float64)
-    exact = torch.einsum("tij,bj->bti", torch.matrix_exp(times[:, None, None] * field.weight), starts)
+    starts, times = (
+        torch.tensor([[1.0, 0.0], [0.5, -2.0], [3.0, 1.0]], dtype=torch.float64),
+        torch.linspace(0, 2, 5, dtype=torch.float64),
+    )
+    exact = torch.einsum(
+        "tij,bj->bti", torch.matrix_exp(times[:, None, None] * field.weight), starts
+    )
     exact.sin().sum().backward()
     with jax.enable_x64(True), bridge.compiling.correctly():
         apply, params, state = bridge.function(field)
 
         def value(params: Tree) -> Any:
-            run = lambda start: solvers.solution(apply, params, state, start, jnp.asarray(times.numpy()), tolerance=1e-9)
+            run = lambda start: solvers.solution(
+                apply, params, state, start, jnp.asarray(times.numpy()), tolerance=1e-9
+            )
             found = jax.vmap(run)(jnp.asarray(starts.numpy()))
             return jnp.sin(found).sum(), found
 
@@ -127,7 +164,7 @@ def test_residuals(solve: Callable[[nn.Module], Tree]) -> None:
     np.testing.assert_allclose(np.exp(found["log_rates"]), [0.5, 4.0], rtol=1e-4)
 
 
-# -- environments --------------------------------------------------------------------------------------------------------------------------
+# -- environments ----------------------------------------------------------------------------------
 SMALL = environments.Settings(updates=2, environments=4, steps=6, parts=2, epochs=2)
 
 
@@ -136,7 +173,9 @@ def test_a_policy_acts_in_a_scan_as_in_torch() -> None:
     agent = environments.torch_agent(policy)
     params, state = agent.init(jax.random.key(0))
     observations = jax.random.normal(jax.random.key(1), (3, 5, 4)) * 3
-    _, (logits, values) = jax.lax.scan(lambda s, x: (lambda a, b, s: (s, (a, b)))(*agent.act(params, s, x)), state, observations)
+    _, (logits, values) = jax.lax.scan(
+        lambda s, x: (lambda a, b, s: (s, (a, b)))(*agent.act(params, s, x)), state, observations
+    )
     bridge.load(policy, params, state)
     for t, x in enumerate(torch.tensor(np.asarray(observations))):
         policy.train()(x)
@@ -148,7 +187,13 @@ def test_a_policy_acts_in_a_scan_as_in_torch() -> None:
 def test_the_policys_loss_and_gradient() -> None:
     policy = environments.Policy(hidden=8).eval()
     agent = environments.torch_agent(policy)
-    batch = environments.Batch(torch.randn(7, 4), torch.arange(7) % 2, torch.full((7,), -0.7), torch.randn(7), torch.randn(7))
+    batch = environments.Batch(
+        torch.randn(7, 4),
+        torch.arange(7) % 2,
+        torch.full((7,), -0.7),
+        torch.randn(7),
+        torch.randn(7),
+    )
     value = environments.loss(policy, batch)
     value.backward()
     _, params, state = bridge.function(policy)
@@ -172,7 +217,9 @@ class Recurrent(nn.Module):
 
 
 def test_a_recurrent_policy_keeps_its_hidden_state_in_the_carry() -> None:
-    """Each environment is a lane with a hidden state of its own, and the gradient goes back through time."""
+    """Each environment is a lane with a hidden state of its own, and the gradient goes back through
+    time.
+    """
     policy, observations = Recurrent(), torch.randn(5, 3, 4)  # steps, environments
     apply, params, state = bridge.function(policy)
 
@@ -185,7 +232,9 @@ def test_a_recurrent_policy_keeps_its_hidden_state_in_the_carry() -> None:
 
     lanes = jax.vmap(loss, in_axes=(None, 1), out_axes=1)
     arrays = jnp.asarray(observations.numpy())
-    gradient, logits = jax.jit(jax.grad(lambda p: (jnp.sin(lanes(p, arrays)).sum(), lanes(p, arrays)), has_aux=True))(params)
+    gradient, logits = jax.jit(
+        jax.grad(lambda p: (jnp.sin(lanes(p, arrays)).sum(), lanes(p, arrays)), has_aux=True)
+    )(params)
     hidden, expected = (torch.zeros(3, 6), torch.zeros(3, 6)), []
     for observation in observations:
         out, hidden = policy(observation, hidden)
@@ -201,7 +250,9 @@ def test_each_seed_is_trained_as_by_itself() -> None:
     agent = environments.torch_agent(environments.Policy(hidden=8))
     (params, state), stood = environments.train_seeds(agent, SMALL, seeds=3)
     with bridge.compiling.correctly():
-        alone, one = jax.jit(lambda key: environments.train(agent, SMALL, key))(jax.random.split(jax.random.key(0), 3)[1])
+        alone, one = jax.jit(lambda key: environments.train(agent, SMALL, key))(
+            jax.random.split(jax.random.key(0), 3)[1]
+        )
     np.testing.assert_allclose(stood[1], one)
     for lanes, single in zip(jax.tree.leaves((params, state)), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(lanes[1], single, rtol=1e-3, atol=1e-4)
@@ -210,13 +261,17 @@ def test_each_seed_is_trained_as_by_itself() -> None:
 
 @pytest.mark.slow
 def test_the_pole_stands_longer() -> None:
-    _, stood = environments.train_seeds(environments.torch_agent(environments.Policy()), environments.Settings(updates=15), seeds=4)
+    _, stood = environments.train_seeds(
+        environments.torch_agent(environments.Policy()), environments.Settings(updates=15), seeds=4
+    )
     assert stood[:, 0].mean() < 40 and stood[:, -1].mean() > 150
 
 
-# -- force fields --------------------------------------------------------------------------------------------------------------------------
+# -- force fields ----------------------------------------------------------------------------------
 def schnet(molecule: Any) -> nn.Module:
-    return force_fields.SchNet(molecule.species, molecule.edges, width=8, basis=6, layers=2).double()
+    return force_fields.SchNet(
+        molecule.species, molecule.edges, width=8, basis=6, layers=2
+    ).double()
 
 
 def mace(molecule: Any) -> nn.Module:
@@ -234,18 +289,30 @@ def mace(molecule: Any) -> nn.Module:
 def test_energies_forces_virials_and_hessians(make: Callable[[Any], nn.Module]) -> None:
     molecule = force_fields.ethanol()
     module = make(molecule)
-    x, strain = molecule.positions.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    x, strain = (
+        molecule.positions.clone().requires_grad_(),
+        torch.zeros(3, 3, dtype=torch.float64, requires_grad=True),
+    )
     energy = module(x, strain)
     slope, virial = torch.autograd.grad(energy, (x, strain), create_graph=True)
-    columns = [torch.autograd.grad(s, x, retain_graph=True)[0] for s in slope.flatten()] if make is schnet else []
+    columns = (
+        [torch.autograd.grad(s, x, retain_graph=True)[0] for s in slope.flatten()]
+        if make is schnet
+        else []
+    )
     with jax.enable_x64(True), bridge.compiling.correctly():
-        function, positions = force_fields.energy_of(module), jnp.asarray(molecule.positions.numpy())
+        function, positions = (
+            force_fields.energy_of(module),
+            jnp.asarray(molecule.positions.numpy()),
+        )
         found = jax.jit(lambda x: force_fields.properties(function, x))(positions)
         for ours, wanted in zip(found, (energy, -slope, virial), strict=True):
             np.testing.assert_allclose(ours, wanted.detach(), rtol=1e-11, atol=1e-12)
         if columns:
             second = jax.jit(lambda x: force_fields.hessian(function, x))(positions)
-            np.testing.assert_allclose(second, torch.stack(columns).reshape(9, 3, 9, 3), rtol=1e-10, atol=1e-11)
+            np.testing.assert_allclose(
+                second, torch.stack(columns).reshape(9, 3, 9, 3), rtol=1e-10, atol=1e-11
+            )
 
 
 def test_molecular_dynamics() -> None:
@@ -255,8 +322,15 @@ def test_molecular_dynamics() -> None:
     masses, key = molecule.masses, jax.random.key(0)
     with jax.enable_x64(True), bridge.compiling.correctly():
         energy, positions = force_fields.energy_of(module), jnp.asarray(molecule.positions.numpy())
-        velocities = torch.tensor(np.asarray(jax.random.normal(key, (9, 3)))) * (force_fields.KELVIN * 300 / masses[:, None]).sqrt()
-        path, whole = jax.jit(lambda x: force_fields.dynamics(energy, x, jnp.asarray(masses.numpy()), 300.0, steps, 0.5, key))(positions)
+        velocities = (
+            torch.tensor(np.asarray(jax.random.normal(key, (9, 3))))
+            * (force_fields.KELVIN * 300 / masses[:, None]).sqrt()
+        )
+        path, whole = jax.jit(
+            lambda x: force_fields.dynamics(
+                energy, x, jnp.asarray(masses.numpy()), 300.0, steps, 0.5, key
+            )
+        )(positions)
 
     def forces(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -273,8 +347,10 @@ def test_molecular_dynamics() -> None:
     assert abs(whole - whole[0]).max() < 1e-5
 
 
-# -- surrogates ----------------------------------------------------------------------------------------------------------------------------
-def by_torch(module: nn.Module, start: torch.Tensor, diffusion: torch.Tensor, steps: int) -> torch.Tensor:
+# -- surrogates ------------------------------------------------------------------------------------
+def by_torch(
+    module: nn.Module, start: torch.Tensor, diffusion: torch.Tensor, steps: int
+) -> torch.Tensor:
     rate = lambda u: diffusion * (u.roll(1) - 2 * u + u.roll(-1)) + module(u)
     for _ in range(steps):
         start = start + 0.02 * rate(start + 0.01 * rate(start))
@@ -295,7 +371,9 @@ np.testing.assert_allclose(slope, loaded["slope"], rtol=1e-3)
 
 
 def test_a_simulation_with_a_network_and_its_export(tmp_path: Path) -> None:
-    """Beside a loop in torch: the end, the gradient by a constant of the simulation; and the same by a process that cannot import torch."""
+    """Beside a loop in torch: the end, the gradient by a constant of the simulation; and the same
+    by a process that cannot import torch.
+    """
     pytest.importorskip("flatbuffers")
     module, diffusion = surrogates.Reaction(hidden=4), torch.tensor(0.1, requires_grad=True)
     start = torch.tensor(np.asarray(surrogates.starts(1, 8)[0]))
@@ -303,21 +381,37 @@ def test_a_simulation_with_a_network_and_its_export(tmp_path: Path) -> None:
     end.backward()
     surrogates.save(module, tmp_path / "simulation.stablehlo", places=8, steps=10)
     arrays = {name: p.detach().numpy() for name, p in module.named_parameters()}
-    np.savez(tmp_path / "arrays.npz", **arrays, start=start.numpy(), end=end.detach().numpy(), slope=diffusion.grad.numpy())
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "simulation.stablehlo"), str(tmp_path / "arrays.npz")]
+    np.savez(
+        tmp_path / "arrays.npz",
+        **arrays,
+        start=start.numpy(),
+        end=end.detach().numpy(),
+        slope=diffusion.grad.numpy(),
+    )
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_TORCH,
+        str(tmp_path / "simulation.stablehlo"),
+        str(tmp_path / "arrays.npz"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not done.returncode, done.stderr
 
 
 @pytest.mark.slow
 def test_a_network_learns_through_a_simulation() -> None:
-    _, losses = surrogates.fit(surrogates.Reaction(), surrogates.starts(4, 8), updates=500, steps=30)
+    _, losses = surrogates.fit(
+        surrogates.Reaction(), surrogates.starts(4, 8), updates=500, steps=30
+    )
     assert losses[-1] < 0.01 * losses[0]
 
 
-# -- populations ---------------------------------------------------------------------------------------------------------------------------
+# -- populations -----------------------------------------------------------------------------------
 def test_adapters_on_one_base() -> None:
-    """8 LoRA adapters of peft, trained at once for 20 steps: each as by itself in torch, and the base is neither copied nor changed."""
+    """8 LoRA adapters of peft, trained at once for 20 steps: each as by itself in torch, and the
+    base is neither copied nor changed.
+    """
     pytest.importorskip("peft")
     members, rows, hidden = 8, 4, 256
     modules = populations.adapters(populations.Base(hidden=hidden), members)
@@ -330,8 +424,11 @@ def test_adapters_on_one_base() -> None:
         moments = init(params)
         program = step.lower(params, moments, state, inputs, labels).compile()
         used, base = program.memory_analysis(), populations.size(state)
-        assert used.argument_size_in_bytes < 1.1 * (base + populations.size((params, moments, inputs, labels)))
-        assert used.temp_size_in_bytes < base  # a copy for each member would take eight times as much
+        assert used.argument_size_in_bytes < 1.1 * (
+            base + populations.size((params, moments, inputs, labels))
+        )
+        # a copy for each member would take eight times as much
+        assert used.temp_size_in_bytes < base
         history = []
         for _ in range(20):
             params, moments, losses = step(params, moments, state, inputs, labels)
@@ -355,7 +452,9 @@ def test_adapters_on_one_base() -> None:
 
 
 def test_a_log_of_an_ensembles_training() -> None:
-    """As docs/jobs/populations.md has it: one line of JSON for each two steps, while the ensemble trains."""
+    """As docs/jobs/populations.md has it: one line of JSON for each two steps, while the ensemble
+    trains.
+    """
     from torchfunc_jax.ensemble import Ensemble, Trainer
 
     lines: list[str] = []
@@ -365,7 +464,9 @@ def test_a_log_of_an_ensembles_training() -> None:
             lines.append(json.dumps({"step": trainer.position, "loss": losses.tolist()}))
 
     trainer = Trainer(Ensemble(lambda: nn.Linear(2, 1), n=3), nn.functional.mse_loss, "sgd", lr=0.1)
-    history = trainer.fit((torch.randn(16, 2), torch.randn(16, 1)), epochs=2, batch_size=4, on_step=log)
+    history = trainer.fit(
+        (torch.randn(16, 2), torch.randn(16, 1)), epochs=2, batch_size=4, on_step=log
+    )
     found = [json.loads(line) for line in lines]
     assert [row["step"] for row in found] == [2, 4, 6, 8]
     np.testing.assert_allclose([row["loss"] for row in found], history[1::2])
@@ -376,4 +477,8 @@ def test_every_page_has_its_program_and_its_test() -> None:
     programs = {path.stem for path in (ROOT / "docs" / "jobs").glob("*.py")}
     assert pages - {"index"} == programs
     source = Path(__file__).read_text()
-    assert all(f"{name}." in source and f"({name}.py)" in (ROOT / "docs" / "jobs" / f"{name}.md").read_text() for name in programs)
+    assert all(
+        f"{name}." in source
+        and f"({name}.py)" in (ROOT / "docs" / "jobs" / f"{name}.md").read_text()
+        for name in programs
+    )

@@ -1,4 +1,5 @@
 """Every notebook runs from top to bottom: small here, as it is among the slow tests."""
+
 from __future__ import annotations
 
 import re
@@ -26,11 +27,22 @@ def execute(path: Path, parameters: str | None = None) -> nbformat.NotebookNode:
     for cell in notebook.cells:
         if parameters and "parameters" in cell.metadata.get("tags", ()):
             cell.source = parameters
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    ).execute()
     return notebook
 
 
-@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=() if p.stem in FAST else pytest.mark.slow) for p in NOTEBOOKS])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, id=p.stem, marks=() if p.stem in FAST else pytest.mark.slow)
+        for p in NOTEBOOKS
+    ],
+)
 def test_runs(path: Path) -> None:
     for library in NEEDS.get(path.stem, ()):
         pytest.importorskip(library)

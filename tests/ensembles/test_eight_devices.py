@@ -1,4 +1,7 @@
-"""Ensembles on 8 simulated devices are those on one device; all jobs of ensemble_mesh_jobs.py run in one process."""
+"""Ensembles on 8 simulated devices are those on one device; all jobs of ensemble_mesh_jobs.py run
+in one process.
+"""
+
 from __future__ import annotations
 
 import json
@@ -13,13 +16,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["training", "programs", "refused", "built_where_it_stays"]
-SLOW = ["training_on_more", "more_programs", "in_parts", "unchecked", "within_the_users_mesh", "dropout", "life", "isolation"]
+SLOW = [
+    "training_on_more",
+    "more_programs",
+    "in_parts",
+    "unchecked",
+    "within_the_users_mesh",
+    "dropout",
+    "life",
+    "isolation",
+]
 
 
 def run(jobs: list[str]) -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "tests" / "lib" / "ensemble_mesh_jobs.py"), *jobs]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -38,8 +56,13 @@ def agree(found: dict[str, Any], names: tuple[str, ...], first: str = "one") -> 
     one = found[first]
     for where, other in found.items():
         for name in names:
-            flat = [np.concatenate([np.ravel(y) for y in x]) if name != "logits" else np.ravel(x) for x in (one[name], other[name])]
-            np.testing.assert_allclose(flat[1], flat[0], rtol=2e-5, atol=2e-6, err_msg=f"{where}, {name}")
+            flat = [
+                np.concatenate([np.ravel(y) for y in x]) if name != "logits" else np.ravel(x)
+                for x in (one[name], other[name])
+            ]
+            np.testing.assert_allclose(
+                flat[1], flat[0], rtol=2e-5, atol=2e-6, err_msg=f"{where}, {name}"
+            )
 
 
 TRAINED = ("losses", "state", "logits", "member")
@@ -86,7 +109,9 @@ def test_no_member_leaves_its_device(fast):
 def each_has_its_part(found: dict[str, Any], *devices: int) -> None:
     for what in ("arguments", "aliased", "held", "flops", "temporaries"):
         parts = [found["1x1"][what] / found[f"{m}x1"][what] for m in devices]
-        np.testing.assert_allclose(parts, devices, rtol=0.02 if what != "temporaries" else 0.15, err_msg=what)
+        np.testing.assert_allclose(
+            parts, devices, rtol=0.02 if what != "temporaries" else 0.15, err_msg=what
+        )
 
 
 def test_each_device_has_its_part_of_the_work_and_memory(fast):
@@ -104,7 +129,10 @@ def test_copies_changes_and_files(slow):
     agree(slow["life"], ("losses", "average", "params", "logits"))
     for found in slow["life"].values():
         assert found["exact"] and found["again"] and found["n"] == 4
-        assert found["sources"] == slow["life"]["one"]["sources"] and found["kept"] == slow["life"]["one"]["kept"]
+        assert (
+            found["sources"] == slow["life"]["one"]["sources"]
+            and found["kept"] == slow["life"]["one"]["kept"]
+        )
 
 
 @pytest.mark.slow
@@ -113,14 +141,21 @@ def test_a_nan_in_one_member_reaches_no_other(slow):
 
 
 def test_members_are_built_one_by_one(fast):
-    """While the next two members are made, memory grows by at most the two before and a device's part of the whole."""
+    """While the next two members are made, memory grows by at most the two before and a device's
+    part of the whole.
+    """
     found = fast["built_where_it_stays"]
     assert found["calls"] == 16 and max(found["growth"]) < 5
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("members", "multiple of the 4 devices"), ("drop", "multiple of the 4"), ("batch", "multiple of 2 rows"),
-                        ("batch_size", "a multiple of 2")],
+    ("name", "words"),
+    [
+        ("members", "multiple of the 4 devices"),
+        ("drop", "multiple of the 4"),
+        ("batch", "multiple of 2 rows"),
+        ("batch_size", "a multiple of 2"),
+    ],
 )
 def test_refused(fast, name, words):
     assert words in fast["refused"][name]

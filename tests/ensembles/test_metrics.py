@@ -1,4 +1,7 @@
-"""The metrics of torchfunc_jax.ensemble against scikit-learn's values, and against the formulas as plain Python loops in float64."""
+"""The metrics of torchfunc_jax.ensemble against scikit-learn's values, and against the formulas as
+plain Python loops in float64.
+"""
+
 from __future__ import annotations
 
 import itertools
@@ -18,26 +21,46 @@ Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def draw(seed: int, n: int = 200, classes: int = 5, members: int = 4, scale: float = 2.0) -> Drawn:
-    """Logits [members, n, classes] that know something of the labels, their probabilities, and labels [n]."""
+    """Logits [members, n, classes] that know something of the labels, their probabilities, and
+    labels [n].
+    """
     rng = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (n,), generator=rng)
-    shared = torch.randn(n, classes, generator=rng) + 1.5 * torch.nn.functional.one_hot(labels, classes)
+    shared = torch.randn(n, classes, generator=rng) + 1.5 * torch.nn.functional.one_hot(
+        labels, classes
+    )
     logits = scale * (shared + 0.7 * torch.randn(members, n, classes, generator=rng)).double()
     return logits, logits.softmax(-1), labels
 
 
-# ---- formulas, one row at a time ------------------------------------------------------------------------------------------------
-def ece(p: np.ndarray, y: np.ndarray, norm: str = "l1", adaptive: bool = False, bins: int = 15) -> float:
-    rows = sorted((float(row.max()), float(row.argmax() == label)) for row, label in zip(p, y, strict=True))
+# ---- formulas, one row at a time -----------------------------------------------------------------
+def ece(
+    p: np.ndarray, y: np.ndarray, norm: str = "l1", adaptive: bool = False, bins: int = 15
+) -> float:
+    rows = sorted(
+        (float(row.max()), float(row.argmax() == label)) for row, label in zip(p, y, strict=True)
+    )
     groups: list[list[tuple[float, float]]] = [[] for _ in range(bins)]
     for k, (sure, right) in enumerate(rows):
         sizes = [len(rows) // bins + (i < len(rows) % bins) for i in range(bins)]
         edges = list(itertools.accumulate(sizes))
-        groups[next(i for i, e in enumerate(edges) if k < e) if adaptive else min(int(sure * bins), bins - 1)].append((sure, right))
-    gaps = [(len(g) / len(rows), abs(np.mean([c for c, _ in g]) - np.mean([r for _, r in g]))) for g in groups if g]
+        groups[
+            next(i for i, e in enumerate(edges) if k < e)
+            if adaptive
+            else min(int(sure * bins), bins - 1)
+        ].append((sure, right))
+    gaps = [
+        (len(g) / len(rows), abs(np.mean([c for c, _ in g]) - np.mean([r for _, r in g])))
+        for g in groups
+        if g
+    ]
     if norm == "max":
         return float(max(g for _, g in gaps))
-    return float(sum(w * g for w, g in gaps)) if norm == "l1" else math.sqrt(sum(w * g * g for w, g in gaps))
+    return (
+        float(sum(w * g for w, g in gaps))
+        if norm == "l1"
+        else math.sqrt(sum(w * g * g for w, g in gaps))
+    )
 
 
 def risks(p: np.ndarray, y: np.ndarray) -> list[float]:
@@ -58,18 +81,39 @@ def covered(p: np.ndarray, y: np.ndarray, risk: float) -> float:
 ROWS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[np.ndarray, np.ndarray], float]]] = {
     "accuracy": (metrics.accuracy, lambda p, y: sk.accuracy_score(y, p.argmax(-1))),
     "nll": (metrics.categorical_nll, lambda p, y: sk.log_loss(y, p, labels=range(5))),
-    "brier": (metrics.brier_score, lambda p, y: sk.brier_score_loss(y, p, labels=range(5), scale_by_half=False)),
-    "brier by rows": (metrics.brier_score, lambda p, y: float(np.mean([((row - np.eye(5)[k]) ** 2).sum() for row, k in zip(p, y)]))),
+    "brier": (
+        metrics.brier_score,
+        lambda p, y: sk.brier_score_loss(y, p, labels=range(5), scale_by_half=False),
+    ),
+    "brier by rows": (
+        metrics.brier_score,
+        lambda p, y: float(np.mean([((row - np.eye(5)[k]) ** 2).sum() for row, k in zip(p, y)])),
+    ),
     "ece": (metrics.calibration_error, ece),
-    "ece l2": (lambda p, y: metrics.calibration_error(p, y, norm="l2"), lambda p, y: ece(p, y, "l2")),
-    "ece max": (lambda p, y: metrics.calibration_error(p, y, norm="max"), lambda p, y: ece(p, y, "max")),
-    "ece 7": (lambda p, y: metrics.calibration_error(p, y, num_bins=7), lambda p, y: ece(p, y, bins=7)),
+    "ece l2": (
+        lambda p, y: metrics.calibration_error(p, y, norm="l2"),
+        lambda p, y: ece(p, y, "l2"),
+    ),
+    "ece max": (
+        lambda p, y: metrics.calibration_error(p, y, norm="max"),
+        lambda p, y: ece(p, y, "max"),
+    ),
+    "ece 7": (
+        lambda p, y: metrics.calibration_error(p, y, num_bins=7),
+        lambda p, y: ece(p, y, bins=7),
+    ),
     "adaptive": (metrics.adaptive_calibration_error, lambda p, y: ece(p, y, adaptive=True)),
-    "adaptive l2": (lambda p, y: metrics.adaptive_calibration_error(p, y, norm="l2"), lambda p, y: ece(p, y, "l2", adaptive=True)),
+    "adaptive l2": (
+        lambda p, y: metrics.adaptive_calibration_error(p, y, norm="l2"),
+        lambda p, y: ece(p, y, "l2", adaptive=True),
+    ),
     "aurc": (metrics.aurc, lambda p, y: area(p, y, False)),
     "augrc": (metrics.augrc, lambda p, y: area(p, y, True)),
     "coverage": (lambda p, y: metrics.cov_at_risk(p, y, 0.2), lambda p, y: covered(p, y, 0.2)),
-    "risk": (lambda p, y: metrics.risk_at_cov(p, y, 0.8), lambda p, y: risks(p, y)[math.ceil(0.8 * len(y)) - 1]),
+    "risk": (
+        lambda p, y: metrics.risk_at_cov(p, y, 0.8),
+        lambda p, y: risks(p, y)[math.ceil(0.8 * len(y)) - 1],
+    ),
 }
 
 
@@ -111,7 +155,9 @@ def test_metrics_of_scores(name: str, tied: bool) -> None:
     scores = scores.round() if tied else scores
     found = ours(scores, targets)
     for row, value in zip(scores, found, strict=True):
-        assert float(value) == pytest.approx(expected(row.double().numpy(), targets.numpy()), abs=1e-9)
+        assert float(value) == pytest.approx(
+            expected(row.double().numpy(), targets.numpy()), abs=1e-9
+        )
     torch.testing.assert_close(ours(scores, targets.long()), found)
 
 
@@ -143,10 +189,14 @@ def test_metrics_of_members() -> None:
         expected = stats.entropy(mean) - np.mean([stats.entropy(row) for row in p[:, i].numpy()])
         assert float(metrics.mutual_information(p)[i]) == pytest.approx(expected, abs=1e-12)
         pairs = list(itertools.combinations(votes[:, i].tolist(), 2))
-        assert float(metrics.disagreement(p)[i]) == pytest.approx(np.mean([a != b for a, b in pairs]), abs=1e-12)
+        assert float(metrics.disagreement(p)[i]) == pytest.approx(
+            np.mean([a != b for a, b in pairs]), abs=1e-12
+        )
         assert float(metrics.variation_ratio(p)[i]) == pytest.approx(1 - mean.max(), abs=1e-12)
         most = stats.mode(votes[:, i].numpy()).count / 4
-        assert float(metrics.variation_ratio(p, probabilistic=False)[i]) == pytest.approx(1 - most, abs=1e-12)
+        assert float(metrics.variation_ratio(p, probabilistic=False)[i]) == pytest.approx(
+            1 - most, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("points", [True, False])
@@ -156,12 +206,17 @@ def test_crps_is_the_integral(points: bool) -> None:
     variances = None if points else torch.from_numpy(std**2)
     found = metrics.crps(torch.from_numpy(mu), variances, torch.from_numpy(y))
     for i in range(6):
+
         def square(x: float, i: int = i) -> float:
-            below = (mu[:, i] <= x).mean() if points else stats.norm.cdf(x, mu[:, i], std[:, i]).mean()
+            below = (
+                (mu[:, i] <= x).mean() if points else stats.norm.cdf(x, mu[:, i], std[:, i]).mean()
+            )
             return float((below - (x >= y[i])) ** 2)
 
         edges = sorted([-12.0, 12.0, y[i], *mu[:, i]])
-        whole = sum(integrate.quad(square, a, b, epsabs=1e-11)[0] for a, b in itertools.pairwise(edges))
+        whole = sum(
+            integrate.quad(square, a, b, epsabs=1e-11)[0] for a, b in itertools.pairwise(edges)
+        )
         assert float(found[i]) == pytest.approx(whole, abs=1e-8)
 
 
@@ -187,24 +242,40 @@ def test_against_size_is_the_mean_of_drawn_members() -> None:
         torch.testing.assert_close(found[-1], whole.expand(8))
         singles = metrics.USUAL[name](p, labels)
         assert all((v - singles).abs().min() < 1e-12 for v in found[0])
-    pairs = [metrics.categorical_nll(p[list(c)].mean(0), labels) for c in itertools.combinations(range(6), 2)]
+    pairs = [
+        metrics.categorical_nll(p[list(c)].mean(0), labels)
+        for c in itertools.combinations(range(6), 2)
+    ]
     assert all(min(abs(v - q) for q in pairs) < 1e-12 for v in values["nll"][1])
 
 
 def test_values_of_torch_uncertainty() -> None:
-    """On the same predictions, where it is installed. No confidence is 1 here, and no two are equal: docs/ensembles.md has what differs."""
-    theirs = pytest.importorskip("torch_uncertainty.metrics", reason="torch-uncertainty is not installed")
-    torchmetrics = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
+    """On the same predictions, where it is installed. No confidence is 1 here, and no two are
+    equal: docs/ensembles.md has what differs.
+    """
+    theirs = pytest.importorskip(
+        "torch_uncertainty.metrics", reason="torch-uncertainty is not installed"
+    )
+    torchmetrics = pytest.importorskip(
+        "torchmetrics.functional.classification", reason="torchmetrics is not installed"
+    )
     _, p, labels = draw(7)
     mean, far = p.mean(0), draw(8, scale=0.5)[1]
-    score, is_far = torch.cat([metrics.entropy(mean), metrics.entropy(far.mean(0))]), torch.arange(400) >= 200
+    score, is_far = (
+        torch.cat([metrics.entropy(mean), metrics.entropy(far.mean(0))]),
+        torch.arange(400) >= 200,
+    )
     classes = {"task": "multiclass", "num_classes": 5, "num_bins": 15}
     rows: dict[str, tuple[torch.Tensor, Any]] = {
         "NLL": (metrics.categorical_nll(mean, labels), theirs.CategoricalNLL()),
         "Brier": (metrics.brier_score(mean, labels), theirs.BrierScore(num_classes=5)),
         "ECE": (metrics.calibration_error(mean, labels), theirs.CalibrationError(**classes)),
-        "ACE": (metrics.adaptive_calibration_error(mean, labels), theirs.AdaptiveCalibrationError(**classes)),
-        "AURC": (metrics.aurc(mean, labels), theirs.AURC()), "AUGRC": (metrics.augrc(mean, labels), theirs.AUGRC()),
+        "ACE": (
+            metrics.adaptive_calibration_error(mean, labels),
+            theirs.AdaptiveCalibrationError(**classes),
+        ),
+        "AURC": (metrics.aurc(mean, labels), theirs.AURC()),
+        "AUGRC": (metrics.augrc(mean, labels), theirs.AUGRC()),
         "coverage": (metrics.cov_at_risk(mean, labels, 0.05), theirs.CovAt5Risk()),
         "risk": (metrics.risk_at_cov(mean, labels, 0.8), theirs.RiskAt80Cov()),
     }
@@ -214,15 +285,23 @@ def test_values_of_torch_uncertainty() -> None:
     metric = theirs.FPR95(pos_label=1)
     metric.update(score.float(), is_far.long())
     assert float(metrics.fpr95(score, is_far)) == pytest.approx(float(metric.compute()), abs=1e-6)
-    for ours, metric in ((metrics.auroc, torchmetrics.binary_auroc), (metrics.average_precision, torchmetrics.binary_average_precision)):
-        assert float(ours(score, is_far)) == pytest.approx(float(metric(score.float(), is_far.long())), abs=1e-6)
-    for ours, name in ((metrics.mutual_information, "MutualInformation"), (metrics.disagreement, "Disagreement")):
+    for ours, metric in (
+        (metrics.auroc, torchmetrics.binary_auroc),
+        (metrics.average_precision, torchmetrics.binary_average_precision),
+    ):
+        assert float(ours(score, is_far)) == pytest.approx(
+            float(metric(score.float(), is_far.long())), abs=1e-6
+        )
+    for ours, name in (
+        (metrics.mutual_information, "MutualInformation"),
+        (metrics.disagreement, "Disagreement"),
+    ):
         metric = getattr(theirs, name)(reduction="none")
         metric.update(p.transpose(0, 1).float())
         torch.testing.assert_close(ours(p), metric.compute().double(), rtol=0, atol=1e-6)
 
 
-# ---- temperatures ------------------------------------------------------------------------------------------------------------------
+# ---- temperatures --------------------------------------------------------------------------------
 @pytest.mark.parametrize("scale", [0.3, 1.0, 8.0])
 def test_temperatures_minimize_the_likelihood(scale: float) -> None:
     logits, _, labels = draw(9, scale=scale)
@@ -249,37 +328,67 @@ def test_temperatures_beyond_the_limits() -> None:
     assert float(fit_temperature(right, torch.tensor([0, 1]))) == pytest.approx(0.01)
     assert float(fit_temperature(right, torch.tensor([1, 0]))) == pytest.approx(100)
     masked = torch.tensor([[2.0, 0.0, -math.inf]] * 4)
-    assert float(fit_temperature(masked, torch.tensor([0, 0, 0, 1]))) == pytest.approx(2 / math.log(3))
+    assert float(fit_temperature(masked, torch.tensor([0, 0, 0, 1]))) == pytest.approx(
+        2 / math.log(3)
+    )
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 P, Y = torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 1])
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: metrics.categorical_nll(torch.tensor([[2.0, -1.0], [0.0, 1.0]]), Y), ValueError, "are they logits"),
+    (
+        lambda: metrics.categorical_nll(torch.tensor([[2.0, -1.0], [0.0, 1.0]]), Y),
+        ValueError,
+        "are they logits",
+    ),
     (lambda: metrics.brier_score(P * 0.9, Y), ValueError, "rows sum to 1"),
     (lambda: metrics.brier_score(P * math.nan, Y), ValueError, "rows sum to 1"),
     (lambda: metrics.accuracy(P.long(), Y), TypeError, "floating-point"),
     (lambda: metrics.accuracy(P, torch.tensor([0, 2])), ValueError, "classes from 0 to 1, got 2"),
     (lambda: metrics.accuracy(P, torch.tensor([0, -100])), ValueError, "got -100"),
     (lambda: metrics.accuracy(P, Y.double()), TypeError, "labels: expected a tensor of integers"),
-    (lambda: metrics.accuracy(P, torch.tensor([0])), ValueError, "labels: expected one for each row"),
+    (
+        lambda: metrics.accuracy(P, torch.tensor([0])),
+        ValueError,
+        "labels: expected one for each row",
+    ),
     (lambda: metrics.accuracy(P[:0], Y[:0]), ValueError, "labels: expected at least one"),
-    (lambda: metrics.calibration_error(P, Y, num_bins=0), ValueError, "num_bins: expected at least 1"),
+    (
+        lambda: metrics.calibration_error(P, Y, num_bins=0),
+        ValueError,
+        "num_bins: expected at least 1",
+    ),
     (lambda: metrics.calibration_error(P, Y, norm="l3"), ValueError, "norm: expected"),
     (lambda: metrics.aurc(P, Y, torch.ones(3)), ValueError, "confidence: expected the shape"),
     (lambda: metrics.cov_at_risk(P, Y, 2.0), ValueError, "risk: expected a number from 0 to 1"),
-    (lambda: metrics.auroc(P[:, 0], torch.tensor([1, 1])), ValueError, "positive and negative rows, got 2"),
+    (
+        lambda: metrics.auroc(P[:, 0], torch.tensor([1, 1])),
+        ValueError,
+        "positive and negative rows, got 2",
+    ),
     (lambda: metrics.auroc(P[:, 0], torch.tensor([1, 2])), ValueError, "0 and 1, got other"),
     (lambda: metrics.auroc(P[:, 0] * math.nan, Y), ValueError, "NaN in 2 of 2"),
-    (lambda: metrics.auroc(P, torch.tensor([0, 1, 1])), ValueError, "targets: expected one for each score"),
+    (
+        lambda: metrics.auroc(P, torch.tensor([0, 1, 1])),
+        ValueError,
+        "targets: expected one for each score",
+    ),
     (lambda: metrics.disagreement(P[None]), ValueError, "at least two"),
     (lambda: metrics.crps(P, -P, P[0]), ValueError, "variances: expected no negative"),
     (lambda: metrics.crps(P, None, P), ValueError, "targets: expected the shape"),
     (lambda: metrics.distribution_nll(P, P * 0, P[0]), ValueError, "variances: expected positive"),
     (lambda: metrics.against_size(P, Y), ValueError, "members: expected the shape"),
-    (lambda: metrics.against_size(P[None], Y, sizes=[2]), ValueError, "sizes: expected numbers from 1 to 1"),
+    (
+        lambda: metrics.against_size(P[None], Y, sizes=[2]),
+        ValueError,
+        "sizes: expected numbers from 1 to 1",
+    ),
     (lambda: fit_temperature(P * math.nan, Y), ValueError, "logits: expected finite"),
-    (lambda: fit_temperature(torch.tensor([[0.0, -math.inf]]), torch.tensor([1])), ValueError, "probability 0 at every"),
+    (
+        lambda: fit_temperature(torch.tensor([[0.0, -math.inf]]), torch.tensor([1])),
+        ValueError,
+        "probability 0 at every",
+    ),
     (lambda: fit_joint_temperature(P, Y), ValueError, "logits: expected the shape"),
 ]
 

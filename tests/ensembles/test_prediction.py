@@ -1,4 +1,7 @@
-"""What an ensemble predicts, against the members one by one in plain PyTorch and against formulas, row by row in float64."""
+"""What an ensemble predicts, against the members one by one in plain PyTorch and against formulas,
+row by row in float64.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -13,7 +16,14 @@ import torch
 from scipy import optimize, stats
 from torch import nn
 
-from torchfunc_jax.ensemble import Classification, Ensemble, Regression, fit_temperature, metrics, predict
+from torchfunc_jax.ensemble import (
+    Classification,
+    Ensemble,
+    Regression,
+    fit_temperature,
+    metrics,
+    predict,
+)
 
 
 class Net(nn.Module):
@@ -21,7 +31,9 @@ class Net(nn.Module):
 
     def __init__(self, outputs: int = 3) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, outputs))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, outputs)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -58,7 +70,9 @@ def test_predictions_are_the_members(ens: Ensemble, batch_size: int | None) -> N
 def test_members_in_chunks_and_inputs_as_arguments(ens: Ensemble, chunk: int) -> None:
     expected = predict(ens, INPUTS)
     for inputs in (INPUTS, (INPUTS,), {"x": INPUTS}):
-        torch.testing.assert_close(predict(ens, inputs, batch_size=4, chunk=chunk).probability, expected.probability)
+        torch.testing.assert_close(
+            predict(ens, inputs, batch_size=4, chunk=chunk).probability, expected.probability
+        )
 
 
 def test_every_number_row_by_row() -> None:
@@ -75,13 +89,22 @@ def test_every_number_row_by_row() -> None:
         np.testing.assert_allclose(found.log_probability[i], np.log(mean), rtol=1e-12)
         np.testing.assert_allclose(found.mean_logits[i], logits[:, i].mean(0), rtol=1e-12)
         parts = np.mean([stats.entropy(row) for row in p[:, i]])
-        numbers = [stats.entropy(mean), parts, stats.entropy(mean) - parts, 1 - max(count.values()) / 6]
+        numbers = [
+            stats.entropy(mean),
+            parts,
+            stats.entropy(mean) - parts,
+            1 - max(count.values()) / 6,
+        ]
         names = ["entropy", "expected_entropy", "mutual_information", "variation_ratio"]
-        np.testing.assert_allclose([float(getattr(found, name)[i]) for name in names], numbers, rtol=1e-12)
+        np.testing.assert_allclose(
+            [float(getattr(found, name)[i]) for name in names], numbers, rtol=1e-12
+        )
     members = torch.from_numpy(p)
     torch.testing.assert_close(found.mutual_information, metrics.mutual_information(members))
     torch.testing.assert_close(found.disagreement, metrics.disagreement(members))
-    torch.testing.assert_close(found.variation_ratio, metrics.variation_ratio(members, probabilistic=False))
+    torch.testing.assert_close(
+        found.variation_ratio, metrics.variation_ratio(members, probabilistic=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,27 +124,39 @@ def test_the_vote_and_its_ties(rows: list[list[float]], vote: int) -> None:
 
 def test_what_one_member_is() -> None:
     found = Classification.of(torch.randn(1, 5, 3))
-    assert not found.mutual_information.any() and not found.disagreement.any() and not found.variation_ratio.any()
+    assert (
+        not found.mutual_information.any()
+        and not found.disagreement.any()
+        and not found.variation_ratio.any()
+    )
 
 
 def test_further_dimensions_and_dtypes() -> None:
     logits = torch.randn(3, 5, 2, 7, 4)
     found = Classification.of(logits)
     assert found.probability.shape == (5, 2, 7, 4) and found.vote.shape == (5, 2, 7)
-    torch.testing.assert_close(found.entropy[2, 1, 3], Classification.of(logits[:, 2, 1, 3:4]).entropy[0])
+    torch.testing.assert_close(
+        found.entropy[2, 1, 3], Classification.of(logits[:, 2, 1, 3:4]).entropy[0]
+    )
     assert Classification.of(logits.bfloat16()).probability.dtype == torch.float32
     sure = Classification.of(torch.tensor([[[0.0, -500.0]]]))
     assert sure.probability[0, 1] == 0 and sure.log_probability[0, 1] == -500
     masked = Classification.of(torch.tensor([[[1.0, 1.0, -math.inf]]]))
-    assert masked.probability.tolist() == [[0.5, 0.5, 0.0]] and masked.entropy[0] == pytest.approx(math.log(2))
+    assert masked.probability.tolist() == [[0.5, 0.5, 0.0]] and masked.entropy[0] == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_temperatures_divide_logits(ens: Ensemble) -> None:
     labels = torch.arange(11) % 3
     each = fit_temperature(predict(ens, INPUTS).logits, labels)
     found = predict(ens, INPUTS, temperature=each, batch_size=4)
-    torch.testing.assert_close(found.logits, by_hand(ens, INPUTS) / each[:, None, None].float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(predict(ens, INPUTS, temperature=1e6).probability, torch.full((11, 3), 1 / 3))
+    torch.testing.assert_close(
+        found.logits, by_hand(ens, INPUTS) / each[:, None, None].float(), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        predict(ens, INPUTS, temperature=1e6).probability, torch.full((11, 3), 1 / 3)
+    )
 
 
 def test_regression_of_means() -> None:
@@ -139,24 +174,45 @@ def test_regression_of_means() -> None:
 
 def test_regression_of_means_and_variances() -> None:
     ens = Ensemble(lambda: Net(2), 4, seed=1)
-    found = predict(ens, INPUTS, task="regression", head=lambda out: (out[..., 0], out[..., 1].exp()), batch_size=4)
+    found = predict(
+        ens,
+        INPUTS,
+        task="regression",
+        head=lambda out: (out[..., 0], out[..., 1].exp()),
+        batch_size=4,
+    )
     out = by_hand(ens, INPUTS).double()
     mu, var = out[..., 0], out[..., 1].exp()
     torch.testing.assert_close(found.mean, mu.mean(0).float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.variance, (var.mean(0) + mu.square().mean(0) - mu.mean(0).square()).float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found.variance,
+        (var.mean(0) + mu.square().mean(0) - mu.mean(0).square()).float(),
+        rtol=1e-4,
+        atol=1e-6,
+    )
     for q in (0.025, 0.5, 0.9):
         for i, value in enumerate(found.quantile(q)):
+
             def excess(y: float, i: int = i, q: float = q) -> float:
                 return float(stats.norm.cdf(y, mu[:, i], var[:, i].sqrt()).mean()) - q
 
-            assert float(value) == pytest.approx(optimize.brentq(excess, -50, 50, xtol=1e-12), rel=1e-5, abs=1e-5)
-        torch.testing.assert_close(found.cdf(found.quantile(q)), torch.full((11,), q, dtype=torch.float64), rtol=0, atol=1e-5)
+            assert float(value) == pytest.approx(
+                optimize.brentq(excess, -50, 50, xtol=1e-12), rel=1e-5, abs=1e-5
+            )
+        torch.testing.assert_close(
+            found.cdf(found.quantile(q)),
+            torch.full((11,), q, dtype=torch.float64),
+            rtol=0,
+            atol=1e-5,
+        )
 
 
 def test_a_point_beside_gaussians() -> None:
     found = Regression.of(torch.tensor([[0.0], [5.0]]), torch.tensor([[0.0], [1.0]]))
     assert found.cdf(-1e-3).item() < 0.01 and found.cdf(0.0).item() == pytest.approx(0.5, abs=1e-6)
-    assert found.quantile(0.25).item() == pytest.approx(0, abs=1e-6) and found.quantile(0.75).item() == pytest.approx(5, abs=1e-5)
+    assert found.quantile(0.25).item() == pytest.approx(0, abs=1e-6) and found.quantile(
+        0.75
+    ).item() == pytest.approx(5, abs=1e-5)
 
 
 def diverged(ens: Ensemble) -> Any:
@@ -170,21 +226,65 @@ def diverged(ens: Ensemble) -> Any:
 
 
 WRONG: list[tuple[Callable[[Ensemble], Any], type[Exception], str]] = [
-    (lambda e: predict(e, INPUTS, task="ranking"), ValueError, "task: expected 'classification' or 'regression', got 'ranking'"),
+    (
+        lambda e: predict(e, INPUTS, task="ranking"),
+        ValueError,
+        "task: expected 'classification' or 'regression', got 'ranking'",
+    ),
     (lambda e: predict(e, INPUTS, batch_size=0), ValueError, "batch_size: expected at least 1"),
-    (lambda e: predict(e, INPUTS[:0]), ValueError, r"inputs: expected tensors \[N, ...\] .* at least one"),
+    (
+        lambda e: predict(e, INPUTS[:0]),
+        ValueError,
+        r"inputs: expected tensors \[N, ...\] .* at least one",
+    ),
     (lambda e: predict(e, (INPUTS, INPUTS[:3])), ValueError, "of as many rows each"),
-    (lambda e: predict(e, INPUTS, task="regression", temperature=2.0), ValueError, "temperature: it divides logits"),
+    (
+        lambda e: predict(e, INPUTS, task="regression", temperature=2.0),
+        ValueError,
+        "temperature: it divides logits",
+    ),
     (lambda e: predict(e, INPUTS, temperature=torch.ones(4)), ValueError, "each of the 5 members"),
     (lambda e: predict(e, INPUTS, temperature=0.0), ValueError, "temperature: expected positive"),
-    (lambda e: predict(diverged(e), INPUTS), ValueError, "logits: 1 of 5 members gave NaN or infinity: 2; leave them out"),
-    (lambda e: predict(diverged(e), INPUTS, task="regression"), ValueError, "means: 1 of 5 members gave NaN or infinity: 2;"),
-    (lambda e: Classification.of(torch.full((2, 1, 3), math.inf)), ValueError, "2 of 2 members gave NaN or infinity: 0, 1"),
-    (lambda e: Classification.of(torch.ones(2, 3).long()), TypeError, "logits: expected a floating-point tensor"),
-    (lambda e: Classification.of(torch.ones(0, 3)), ValueError, r"expected the shape \[members, ..., C\]"),
-    (lambda e: Regression.of(torch.ones(2, 3), -torch.ones(2, 3)), ValueError, "variances: expected no negative number"),
-    (lambda e: Regression.of(torch.ones(2, 3), torch.ones(2)), ValueError, "variances: expected the means' shape"),
-    (lambda e: Regression.of(torch.ones(2, 3)).quantile(1.0), ValueError, "q: expected a number between 0 and 1"),
+    (
+        lambda e: predict(diverged(e), INPUTS),
+        ValueError,
+        "logits: 1 of 5 members gave NaN or infinity: 2; leave them out",
+    ),
+    (
+        lambda e: predict(diverged(e), INPUTS, task="regression"),
+        ValueError,
+        "means: 1 of 5 members gave NaN or infinity: 2;",
+    ),
+    (
+        lambda e: Classification.of(torch.full((2, 1, 3), math.inf)),
+        ValueError,
+        "2 of 2 members gave NaN or infinity: 0, 1",
+    ),
+    (
+        lambda e: Classification.of(torch.ones(2, 3).long()),
+        TypeError,
+        "logits: expected a floating-point tensor",
+    ),
+    (
+        lambda e: Classification.of(torch.ones(0, 3)),
+        ValueError,
+        r"expected the shape \[members, ..., C\]",
+    ),
+    (
+        lambda e: Regression.of(torch.ones(2, 3), -torch.ones(2, 3)),
+        ValueError,
+        "variances: expected no negative number",
+    ),
+    (
+        lambda e: Regression.of(torch.ones(2, 3), torch.ones(2)),
+        ValueError,
+        "variances: expected the means' shape",
+    ),
+    (
+        lambda e: Regression.of(torch.ones(2, 3)).quantile(1.0),
+        ValueError,
+        "q: expected a number between 0 and 1",
+    ),
 ]
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints of ensembles: what is resumed is the run that was not interrupted, on any mesh; SIGTERM; damage; killed writers."""
+"""Checkpoints of ensembles: what is resumed is the run that was not interrupted, on any mesh;
+SIGTERM; damage; killed writers.
+"""
+
 from __future__ import annotations
 
 import os
@@ -25,21 +28,45 @@ class Interrupted(Exception):
     pass
 
 
-def fit(trainer: Trainer, checkpoint: Checkpoints | None = None, until: int = 24, on: Any = None, **options: Any) -> Any:
+def fit(
+    trainer: Trainer,
+    checkpoint: Checkpoints | None = None,
+    until: int = 24,
+    on: Any = None,
+    **options: Any,
+) -> Any:
     """Train to a position; ``on`` maps a position to what is done after its step."""
+
     def on_step(trainer: Trainer, _: Any) -> None:
         (on or {}).get(trainer.position, lambda: None)()
 
-    return trainer.fit(jobs.data(), epochs=until // 8, batch_size=8, checkpoint=checkpoint, on_step=on_step, **options)
+    return trainer.fit(
+        jobs.data(),
+        epochs=until // 8,
+        batch_size=8,
+        checkpoint=checkpoint,
+        on_step=on_step,
+        **options,
+    )
 
 
 def interrupt() -> None:
     raise Interrupted
 
 
-@pytest.mark.parametrize("options", [{}, {"bootstrap": True}, {"own": True, "keep_best": True, "validation": jobs.data()}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bootstrap": True}, {"own": True, "keep_best": True, "validation": jobs.data()}],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    make = lambda: Trainer(Ensemble(jobs.member, 3, seed=1), nn.functional.mse_loss, "adam", lr=[0.01, 0.02, 0.03], ema=0.9, seed=5)
+    make = lambda: Trainer(
+        Ensemble(jobs.member, 3, seed=1),
+        nn.functional.mse_loss,
+        "adam",
+        lr=[0.01, 0.02, 0.03],
+        ema=0.9,
+        seed=5,
+    )
     whole = make()
     losses = fit(whole, **options)
     with Checkpoints(tmp_path, every=5, keep=2) as checkpoints:
@@ -52,7 +79,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, options: dict[st
         assert checkpoints.steps == [20, 24] and resumed.position == 24
         np.testing.assert_array_equal(rest.numpy(), losses[10:].numpy())
         assert worst(jobs.values(resumed), jobs.values(whole)) == 0
-        assert len(fit(resumed, checkpoints, **options)) == 0 and checkpoints.steps == [20, 24]  # nothing is left to do
+        # nothing is left to do
+        assert len(fit(resumed, checkpoints, **options)) == 0 and checkpoints.steps == [20, 24]
         again = make()
         assert checkpoints.restore(again, 20) == again.position == 20
 
@@ -76,24 +104,40 @@ def test_a_killed_writer_leaves_no_checkpoint_that_is_taken_for_whole(tmp_path: 
         assert all((np.asarray(x) == found).all() for x in trainer.state.params.values())
 
 
-# -- what cannot be restored ---------------------------------------------------------------------------------------------------------
+# -- what cannot be restored -----------------------------------------------------------------------
 def test_other_trainers_and_damage_are_refused(tmp_path: Path) -> None:
-    small = lambda n=2, optimizer="adam", width=8: Trainer(Ensemble(lambda: jobs.member(width), n), nn.functional.mse_loss, optimizer)
+    small = lambda n=2, optimizer="adam", width=8: Trainer(
+        Ensemble(lambda: jobs.member(width), n), nn.functional.mse_loss, optimizer
+    )
     with Checkpoints(tmp_path) as checkpoints:
         trainer = small()
         assert checkpoints.restore(trainer) is None
         for trainer.position in (3, 7):
             checkpoints.save(trainer, wait=True)
         for other, words in [
-            (small(3), r"step 7: 'params.0.bias' is float32\[2, 8\] in it and float32\[3, 8\] in the trainer"),
-            (small(2, "sgd"), r"step 7: it lacks .*'numbers.momentum'.* and has .*'optimizer.mean.0.bias'.* that the trainer lacks"),
+            (
+                small(3),
+                (
+                    r"step 7: 'params.0.bias' is float32\[2, 8\] in it and "
+                    r"float32\[3, 8\] in the trainer"
+                ),
+            ),
+            (
+                small(2, "sgd"),
+                (
+                    r"step 7: it lacks .*'numbers.momentum'.* and has .*'optimizer.mean.0.bias'.* "
+                    r"that the trainer lacks"
+                ),
+            ),
             (small(2, width=9), r"'params.0.bias' is float32\[2, 8\] in it and float32\[2, 9\]"),
         ]:
             before = jobs.values(other)
             with pytest.raises(CheckpointError, match=words):
                 checkpoints.restore(other)
             assert worst(before, jobs.values(other)) == 0 and other.position == 0
-        with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 4, but of \[3, 7\]"):
+        with pytest.raises(
+            CheckpointError, match=r"there is no checkpoint of step 4, but of \[3, 7\]"
+        ):
             checkpoints.restore(trainer, 4)
         for file in (tmp_path / "7").rglob("*"):
             if file.is_file() and file.parent.name == "d":
@@ -109,7 +153,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             Checkpoints(tmp_path, **options)
 
 
-# -- SIGTERM ---------------------------------------------------------------------------------------------------------------------------
+# -- SIGTERM ---------------------------------------------------------------------------------------
 @contextmanager
 def handled(handler: Any) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, handler)
@@ -133,10 +177,15 @@ def test_sigterm_saves_and_ends(tmp_path: Path, at: int) -> None:
             with pytest.raises(Preempted) as ended:
                 fit(made(), checkpoints, on={at: terminate})
             assert signal.getsignal(signal.SIGTERM) is mine
-        assert (ended.value.position, ended.value.code) == (at, 143) and met == [(signal.SIGTERM, [at])]
+        assert (ended.value.position, ended.value.code) == (at, 143) and met == [
+            (signal.SIGTERM, [at])
+        ]
         with handled(signal.SIG_IGN):
             trainer = made()
-            assert len(fit(trainer, checkpoints, on={8: terminate})) == 24 - at and trainer.position == 24
+            assert (
+                len(fit(trainer, checkpoints, on={8: terminate})) == 24 - at
+                and trainer.position == 24
+            )
 
 
 @pytest.mark.slow
@@ -169,7 +218,9 @@ def test_sharding_is_the_trainers(tmp_path: Path) -> None:
     """An array that is restored lies where the one was that it replaces."""
     with Checkpoints(tmp_path) as checkpoints:
         mesh = jax.make_mesh((1, 1), ("member", "data"))
-        first, second = (Trainer(Ensemble(jobs.member, 2, mesh=m), nn.functional.mse_loss) for m in (None, mesh))
+        first, second = (
+            Trainer(Ensemble(jobs.member, 2, mesh=m), nn.functional.mse_loss) for m in (None, mesh)
+        )
         checkpoints.save(first)
         before = second.state_shardings
         checkpoints.restore(second)

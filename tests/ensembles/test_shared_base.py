@@ -1,4 +1,7 @@
-"""Ensembles over one frozen base: it is one array, each member is what torch trains, and a checkpoint does not repeat it."""
+"""Ensembles over one frozen base: it is one array, each member is what torch trains, and a
+checkpoint does not repeat it.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -34,11 +37,18 @@ class LoRA(nn.Module):
 
 def base(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
+    )
 
 
 def adapters(frozen: nn.Sequential) -> Callable[[], nn.Module]:
     """A function that makes a member by hand."""
+
     def make() -> nn.Module:
         model = copy.deepcopy(frozen).requires_grad_(False)
         model[0], model[2] = LoRA(model[0]), LoRA(model[2])
@@ -52,7 +62,9 @@ def peft_adapters(frozen: nn.Sequential) -> Callable[[], nn.Module]:
     from peft import LoraConfig, get_peft_model
 
     def make() -> nn.Module:
-        model = get_peft_model(copy.deepcopy(frozen), LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.0))
+        model = get_peft_model(
+            copy.deepcopy(frozen), LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.0)
+        )
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.1)
@@ -76,9 +88,16 @@ def test_32_adapters_are_32_runs_of_torch(make):
         pytest.skip("peft is not installed")
     n, rates = 32, np.geomspace(1e-4, 1e-2, 32)
     ens = Ensemble(make(base()), n, shared=True)
-    assert len(ens.params) == 4 and len(ens.shared) == 6 and all(x.shape[0] == n for x in ens.params.values())
+    assert (
+        len(ens.params) == 4
+        and len(ens.shared) == 6
+        and all(x.shape[0] == n for x in ens.params.values())
+    )
     trainer, members = Trainer(ens, cross_entropy, "adam", lr=rates), list(ens)
-    optimizers = [torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=lr) for m, lr in zip(members, rates, strict=True)]
+    optimizers = [
+        torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=lr)
+        for m, lr in zip(members, rates, strict=True)
+    ]
     inputs, labels = batches(n)
     before = dict(ens.shared)
     for _ in range(20):
@@ -91,8 +110,12 @@ def test_32_adapters_are_32_runs_of_torch(make):
             torch.testing.assert_close(losses[i], loss.detach(), rtol=1e-4, atol=1e-5)
     for i, member in enumerate(members):
         torch.testing.assert_close(ens.state_dict(i), member.state_dict(), rtol=1e-3, atol=1e-4)
-    assert all(ens.shared[name] is before[name] and not x.is_deleted() for name, x in before.items())
-    torch.testing.assert_close(ens.logits(inputs[0])[5], members[5].eval()(inputs[0]).detach(), rtol=1e-3, atol=1e-3)
+    assert all(
+        ens.shared[name] is before[name] and not x.is_deleted() for name, x in before.items()
+    )
+    torch.testing.assert_close(
+        ens.logits(inputs[0])[5], members[5].eval()(inputs[0]).detach(), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_the_compiled_step_holds_the_base_once():
@@ -108,7 +131,8 @@ def test_the_compiled_step_holds_the_base_once():
     alone, _ = planned(width, 1, True)
     assert bytes_of_base > 4 * width**2
     assert apart - together > 0.9 * (n - 1) * bytes_of_base
-    # n members take the base, and n times what one of them takes beside it: adapters, moments and activations
+    # n members take the base, and n times what one of them takes beside it: adapters, moments and
+    # activations
     assert together < 1.1 * (bytes_of_base + n * (alone - bytes_of_base))
 
 
@@ -121,7 +145,9 @@ def test_members_come_and_go_over_one_base(tmp_path):
     ens.take([2, 0])
     ens.append(make(), make())
     ens.drop(3)
-    assert len(ens) == 3 and ens.shared["0.base.weight"] is shared is snapshot.shared["0.base.weight"]
+    assert (
+        len(ens) == 3 and ens.shared["0.base.weight"] is shared is snapshot.shared["0.base.weight"]
+    )
     torch.testing.assert_close(ens.state_dict(0), want)
     ens.save(tmp_path / "members.pt")
     loaded = Ensemble.load(tmp_path / "members.pt", make)
@@ -131,17 +157,26 @@ def test_members_come_and_go_over_one_base(tmp_path):
     trainer.take([1, 1, 0])
     trainer.reseed(0, seed=3)
     trainer.step(*batches(3), own=True)
-    assert trainer.state.shared["0.base.weight"].shape == shared.shape and len(trainer.snapshot()) == 3
+    assert (
+        trainer.state.shared["0.base.weight"].shape == shared.shape and len(trainer.snapshot()) == 3
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_on_a_mesh_and_in_chunks_the_numbers_are_the_same(chunk):
     mesh = jax.make_mesh((1, 1), ("member", "data"))
     ensembles = [Ensemble(adapters(base()), 4, mesh=m, shared=True) for m in (None, mesh)]
-    trainers = [Trainer(ens, cross_entropy, chunk=c) for ens, c in zip(ensembles, (None, chunk), strict=True)]
-    losses = [torch.stack([trainer.step(*batches(4), own=True) for _ in range(3)]) for trainer in trainers]
+    trainers = [
+        Trainer(ens, cross_entropy, chunk=c)
+        for ens, c in zip(ensembles, (None, chunk), strict=True)
+    ]
+    losses = [
+        torch.stack([trainer.step(*batches(4), own=True) for _ in range(3)]) for trainer in trainers
+    ]
     torch.testing.assert_close(*losses)
-    assert trainers[1].ensemble.shared["0.base.weight"].sharding.spec == jax.sharding.PartitionSpec()
+    assert (
+        trainers[1].ensemble.shared["0.base.weight"].sharding.spec == jax.sharding.PartitionSpec()
+    )
 
 
 def test_dry_run_counts_the_base_once():
@@ -150,7 +185,9 @@ def test_dry_run_counts_the_base_once():
 
     price = dry_run(make_trainer, 64, tuple(x[0] for x in batches(1, 8)), {"member": 4, "data": 2})
     own = Ensemble(adapters(base()), 1, shared=True)
-    assert price.state["shared"] == size(own.shared) and price.state["params"] == 16 * size(own.params)
+    assert price.state["shared"] == size(own.shared) and price.state["params"] == 16 * size(
+        own.params
+    )
 
 
 def test_a_checkpoint_has_the_digest_of_the_base_alone(tmp_path):
@@ -164,10 +201,14 @@ def test_a_checkpoint_has_the_digest_of_the_base_alone(tmp_path):
         again = Trainer(Ensemble(adapters(frozen), 2, seed=9, shared=True), cross_entropy)
         assert checkpoints.restore(again) == 1
         torch.testing.assert_close(again.ensemble.state_dicts(), trainer.ensemble.state_dicts())
-        torch.testing.assert_close(again.step(*batches(2), own=True), trainer.step(*batches(2), own=True))
+        torch.testing.assert_close(
+            again.step(*batches(2), own=True), trainer.step(*batches(2), own=True)
+        )
         with torch.no_grad():
             frozen[0].bias += 1
-        with pytest.raises(CheckpointError, match=r"'0\.base\.bias', which all members share, has other values"):
+        with pytest.raises(
+            CheckpointError, match=r"'0\.base\.bias', which all members share, has other values"
+        ):
             checkpoints.restore(Trainer(Ensemble(adapters(frozen), 2, shared=True), cross_entropy))
 
 
@@ -179,9 +220,17 @@ def normalized(trained: bool = False) -> nn.Module:
 
 def test_what_cannot_be_shared_is_refused():
     for shared, error, words in [
-        (True, ValueError, "shared: all members must have the same values in '0.weight', and member 1 has others"),
+        (
+            True,
+            ValueError,
+            "shared: all members must have the same values in '0.weight', and member 1 has others",
+        ),
         (["2"], ValueError, "shared: '2.weight' requires grad"),
-        (["nothing"], ValueError, "no parameter, buffer or submodule of a member is named 'nothing'"),
+        (
+            ["nothing"],
+            ValueError,
+            "no parameter, buffer or submodule of a member is named 'nothing'",
+        ),
         ("0", TypeError, "expected True, False or a list of names"),
     ]:
         with pytest.raises(error, match=words):
@@ -191,7 +240,9 @@ def test_what_cannot_be_shared_is_refused():
     one = normalized()
     inputs, labels = (x[0] for x in batches(1))
     with pytest.raises(ValueError, match=r"writes to '1\.\w+', which all members share"):
-        Trainer(Ensemble.of([copy.deepcopy(one) for _ in range(2)], shared=True), cross_entropy).step(inputs, labels)
+        Trainer(
+            Ensemble.of([copy.deepcopy(one) for _ in range(2)], shared=True), cross_entropy
+        ).step(inputs, labels)
     ens = Ensemble.of([copy.deepcopy(one) for _ in range(2)], shared=["0"])
     assert list(ens.shared) == ["0.weight", "0.bias"]
     assert Trainer(ens, cross_entropy).step(inputs, labels).shape == (2,)

@@ -1,4 +1,7 @@
-"""backward(), zero_grad and optimizers inside of a jitted function, compared with the function itself; transforms refuse backward()."""
+"""backward(), zero_grad and optimizers inside of a jitted function, compared with the function
+itself; transforms refuse backward().
+"""
+
 from __future__ import annotations
 
 import copy
@@ -13,10 +16,12 @@ import torchfunc_jax
 from torchfunc_jax import jit
 
 _OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05), "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "adam with a tensor as its rate": lambda p: torch.optim.AdamW(p, torch.tensor(0.05).double()),
-    "adam": lambda p: torch.optim.Adam(p, 0.05), "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
-}  # fmt: skip
+    "adam": lambda p: torch.optim.Adam(p, 0.05),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
+}
 
 
 class _Tied(nn.Module):
@@ -30,12 +35,16 @@ class _Tied(nn.Module):
 
 
 def _with(*does):
-    """What a step makes of (model, optimizer, x), one thing after another; the loss is its result."""
+    """What a step makes of (model, optimizer, x), one thing after another;
+    the loss is its result.
+    """
+
     def step(m, o, x):
         loss = m(x).pow(2).mean()
         for do in does:
             do(m, o, x, loss)
         return loss.detach()
+
     return step
 
 
@@ -74,22 +83,50 @@ def _asked(m, o, x, loss):
 
 # name: (what the jitted step does, what is done between two calls)
 INSIDE = {
-    "backward": (_with(_backward), None), "zero_grad between": (_with(_backward), lambda m, o: o.zero_grad()),
+    "backward": (_with(_backward), None),
+    "zero_grad between": (_with(_backward), lambda m, o: o.zero_grad()),
     "zero_grad in place between": (_with(_backward), lambda m, o: m.zero_grad(set_to_none=False)),
-    "step between": (_with(_zero, _backward), lambda m, o: o.step()), "whole": (_with(_zero, _backward, _step), None),
-    "zero_grad in place": (_with(_zero_in_place, _backward, _step), None), "zero_grad last": (_with(_backward, _step, _zero), None),
-    "accumulated": (_with(_zero, lambda m, o, x, loss: loss.backward(retain_graph=True), _backward, _step), None),
-    "clipped": (_with(_zero, _backward, lambda m, o, x, loss: nn.utils.clip_grad_norm_(m.parameters(), 0.1), _step), None),
-    "two orders": (_with(_zero, _twice, _step), None), "assigned": (_with(_assigned, _step), None),
+    "step between": (_with(_zero, _backward), lambda m, o: o.step()),
+    "whole": (_with(_zero, _backward, _step), None),
+    "zero_grad in place": (_with(_zero_in_place, _backward, _step), None),
+    "zero_grad last": (_with(_backward, _step, _zero), None),
+    "accumulated": (
+        _with(_zero, lambda m, o, x, loss: loss.backward(retain_graph=True), _backward, _step),
+        None,
+    ),
+    "clipped": (
+        _with(
+            _zero,
+            _backward,
+            lambda m, o, x, loss: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+            _step,
+        ),
+        None,
+    ),
+    "two orders": (_with(_zero, _twice, _step), None),
+    "assigned": (_with(_assigned, _step), None),
     "asked for": (_with(_asked), None),
     "inputs": (_with(lambda m, o, x, loss: loss.backward(inputs=[m.first.weight])), None),
     "of a vector": (lambda m, o, x: m(x).backward(gradient=torch.full_like(x, 2.0)), None),
-    "autograd.backward": (lambda m, o, x: torch.autograd.backward([m(x).sum(), m(x)], [None, x]), None),
-    "deleted between": (_with(_backward), lambda m, o: [setattr(m.first.weight, "grad", None), delattr(m.last.bias, "grad")]),
-    "replaced between": (_with(_backward), lambda m, o: setattr(m.first.weight, "grad", torch.ones(2, 2).double())),
+    "autograd.backward": (
+        lambda m, o, x: torch.autograd.backward([m(x).sum(), m(x)], [None, x]),
+        None,
+    ),
+    "deleted between": (
+        _with(_backward),
+        lambda m, o: [setattr(m.first.weight, "grad", None), delattr(m.last.bias, "grad")],
+    ),
+    "replaced between": (
+        _with(_backward),
+        lambda m, o: setattr(m.first.weight, "grad", torch.ones(2, 2).double()),
+    ),
     "frozen": (_with(_zero, _backward, _step), lambda m, o: m.first.bias.requires_grad_(False)),
 }
-_ALL = [(name, optimizer) for name in INSIDE for optimizer in (_OPTIMIZERS if name in ("whole", "step between") else ["momentum"])]
+_ALL = [
+    (name, optimizer)
+    for name in INSIDE
+    for optimizer in (_OPTIMIZERS if name in ("whole", "step between") else ["momentum"])
+]
 
 
 @pytest.mark.thin(4)
@@ -109,14 +146,16 @@ def test_training_inside_leaves_what_the_function_leaves(name, optimizer, argume
         for n in (3, 3, 3, 4, 3):
             x = torch.randn(n, 2).double()
             left.append(given(m, x) if argument else captured(x))
-            left += [None if p.grad is None else p.grad.clone() for p in m.parameters()] + [p.detach().clone() for p in m.parameters()]
+            left += [None if p.grad is None else p.grad.clone() for p in m.parameters()] + [
+                p.detach().clone() for p in m.parameters()
+            ]
             if between is not None:
                 between(m, o)
         found.append(left)
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 
 
-# -- gradients that torch.autograd takes inside of a jitted function ----------------------------------------------------------------------
+# -- gradients that torch.autograd takes inside of a jitted function -------------------------------
 class _Squared(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -134,7 +173,9 @@ class _Squared(torch.autograd.Function):
 
 
 def _cond(T, true_fn, false_fn, operands):
-    return torch.cond(_YES, true_fn, false_fn, operands) if T is torchfunc_jax else true_fn(*operands)
+    return (
+        torch.cond(_YES, true_fn, false_fn, operands) if T is torchfunc_jax else true_fn(*operands)
+    )
 
 
 def _scan(T, f, carry, xs):
@@ -148,7 +189,11 @@ def _scan(T, f, carry, xs):
 
 
 def _map(T, f, xs):
-    return torch._higher_order_ops.map(f, xs) if T is torchfunc_jax else torch.stack([f(x) for x in xs])
+    return (
+        torch._higher_order_ops.map(f, xs)
+        if T is torchfunc_jax
+        else torch.stack([f(x) for x in xs])
+    )
 
 
 _YES, _AT = torch.tensor(True), torch.tensor(2)
@@ -156,13 +201,17 @@ _V = torch.linspace(0.1, 0.4, 4).double()
 _SQUARE = torch.linspace(0.5, 1.5, 16).double().reshape(4, 4).sin()
 _WEIGHT = nn.Parameter(torch.linspace(1, 2, 16).double().reshape(4, 4).cos())
 _LAYER = nn.Linear(4, 4).double()
-# name -> (what is computed of y [4], which the function inside captures; whether y is a tensor, and not only a factor)
+# name -> (what is computed of y [4], which the function inside captures; whether y is a tensor, and
+# not only a factor)
 THROUGH = {
     "vmap": (lambda T, y: T.vmap(lambda v: (v * y).sin())(_V), False),
     "vmap of vmap": (lambda T, y: T.vmap(T.vmap(lambda v: v * y * y))(_SQUARE), False),
     "grad": (lambda T, y: T.grad(lambda v: (v**3 * y).sum())(_V), False),
     "vmap of grad": (lambda T, y: T.vmap(T.grad(lambda v: (v**3 * y).sum()))(_V), False),
-    "grad of vmap": (lambda T, y: T.grad(lambda v: T.vmap(lambda u: (u * y) ** 2)(v).sum())(_V), False),
+    "grad of vmap": (
+        lambda T, y: T.grad(lambda v: T.vmap(lambda u: (u * y) ** 2)(v).sum())(_V),
+        False,
+    ),
     "jvp": (lambda T, y: T.jvp(lambda v: v**2 * y, (_V,), (_V,))[1], False),
     "tangent": (lambda T, y: T.jvp(lambda v: v**2, (_V,), (y,))[1], True),
     "vjp": (lambda T, y: T.vjp(lambda v: v**2 * y, _V)[1](_V)[0], False),
@@ -173,20 +222,38 @@ THROUGH = {
     "operand of cond": (lambda T, y: _cond(T, lambda v: v**2, lambda v: v, (y,)), True),
     "scan": (lambda T, y: _scan(T, lambda c, v: (c + v * y, c * y), _V, _V)[1], False),
     "map": (lambda T, y: _map(T, lambda v: v * y**2, _V), False),
-    "vmap of cond": (lambda T, y: T.vmap(lambda v: _cond(T, lambda u: u * y**2, lambda u: u * y, (v,)))(_V), False),
-    "cond of vmap": (lambda T, y: _cond(T, lambda v: T.vmap(lambda u: u * y**2)(v), lambda v: T.vmap(lambda u: u * y)(v), (_V,)), False),
+    "vmap of cond": (
+        lambda T, y: T.vmap(lambda v: _cond(T, lambda u: u * y**2, lambda u: u * y, (v,)))(_V),
+        False,
+    ),
+    "cond of vmap": (
+        lambda T, y: _cond(
+            T, lambda v: T.vmap(lambda u: u * y**2)(v), lambda v: T.vmap(lambda u: u * y)(v), (_V,)
+        ),
+        False,
+    ),
     "checkpoint": (lambda T, y: checkpoint(lambda v: v * y**2, _V, use_reentrant=False), False),
     "vmap of a Function": (lambda T, y: T.vmap(lambda v: _Squared.apply(v * y))(_V), True),
-    "jit": (lambda T, y: (jit if T is torchfunc_jax else lambda f: f)(lambda v: v * y**2)(_V), False),
-    "functional_call": (lambda T, y: T.functional_call(_LAYER, {"weight": _WEIGHT, "bias": y}, (_SQUARE,)), True),
+    "jit": (
+        lambda T, y: (jit if T is torchfunc_jax else lambda f: f)(lambda v: v * y**2)(_V),
+        False,
+    ),
+    "functional_call": (
+        lambda T, y: T.functional_call(_LAYER, {"weight": _WEIGHT, "bias": y}, (_SQUARE,)),
+        True,
+    ),
     "write in vmap": (lambda T, y: T.vmap(lambda v: (v * y).mul_(y))(_V), True),
 }
 # name -> how y is a part of x [4, 4], or of a captured parameter
 PARTS = {
-    "row": lambda x: x[0], "computed": lambda x: x.sin()[1], "at a place": lambda x: x[_AT], "column": lambda x: x.select(1, _AT),
-    "parameter": lambda x: _WEIGHT[1] * x.sum(), "parameter at a place": lambda x: _WEIGHT[_AT],
+    "row": lambda x: x[0],
+    "computed": lambda x: x.sin()[1],
+    "at a place": lambda x: x[_AT],
+    "column": lambda x: x.select(1, _AT),
+    "parameter": lambda x: _WEIGHT[1] * x.sum(),
+    "parameter at a place": lambda x: _WEIGHT[_AT],
     "written": lambda x: (y := x * 1, y[_AT].mul_(x[1]))[0][_AT],
-}  # fmt: skip
+}
 
 
 class _Late:
@@ -206,33 +273,58 @@ class _Late:
 
 
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("part", [p if p in ("row", "parameter at a place") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS])
-@pytest.mark.parametrize("name, inside", [(name, inside) for name, (_, whole) in THROUGH.items() for inside in (False, True)[: 2 - whole]])
+@pytest.mark.parametrize(
+    "part",
+    [
+        p if p in ("row", "parameter at a place") else pytest.param(p, marks=pytest.mark.slow)
+        for p in PARTS
+    ],
+)
+@pytest.mark.parametrize(
+    "name, inside",
+    [
+        (name, inside)
+        for name, (_, whole) in THROUGH.items()
+        for inside in (False, True)[: 2 - whole]
+    ],
+)
 def test_the_gradient_goes_back_through(name, part, inside):
     through = THROUGH[name][0]
 
     def gradients(T, x):
         x = x.detach().requires_grad_()
         out = through(T, _Late(PARTS[part], x) if inside else PARTS[part](x))
-        total = (out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)).sum() + (x**2).sum()
+        total = (
+            out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)
+        ).sum() + (x**2).sum()
         first = torch.autograd.grad(total, [x, _WEIGHT], create_graph=True, materialize_grads=True)
         return *first, *torch.autograd.grad((first[0] ** 2).sum(), x)
 
     for k in range(2):
         x = _SQUARE + k
-        torch.testing.assert_close(jit(lambda x: gradients(torchfunc_jax, x))(x), gradients(torch.func, x), rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(
+            jit(lambda x: gradients(torchfunc_jax, x))(x),
+            gradients(torch.func, x),
+            rtol=1e-7,
+            atol=1e-9,
+        )
 
 
 AT_A_PLACE = {
-    "index": lambda x, i: x[i], "index of columns": lambda x, i: x[:, i], "from the end": lambda x, i: x[-i],
+    "index": lambda x, i: x[i],
+    "index of columns": lambda x, i: x[:, i],
+    "from the end": lambda x, i: x[-i],
     "write": lambda x, i: (y := x * 1, y.__setitem__(i, y[0] * 3))[0],
     "write to columns": lambda x, i: (y := x * 1, y.__setitem__((slice(None), i), x[:, 0] * 3))[0],
-    "select": lambda x, i: torch.select(x, 1, i), "narrow": lambda x, i: torch.narrow(x, 0, i, 2),
+    "select": lambda x, i: torch.select(x, 1, i),
+    "narrow": lambda x, i: torch.narrow(x, 0, i, 2),
     "narrow columns": lambda x, i: x.narrow(1, i, 2),
     "write to a part": lambda x, i: (y := x * 1, y.narrow(0, i, 2).mul_(x[0]))[0],
     "write to a row": lambda x, i: (y := x * 1, y[i].mul_(x[0]))[0],
     "add to a row": lambda x, i: (y := x * 1, y[i].add_(x[0]), y[i].mul_(2))[0],
-    "part of a part": lambda x, i: (y := x * 1, y.narrow(0, i, 2)[0].narrow(0, i, 2).mul_(x[0, 0]))[0],
+    "part of a part": lambda x, i: (y := x * 1, y.narrow(0, i, 2)[0].narrow(0, i, 2).mul_(x[0, 0]))[
+        0
+    ],
     "read before and after": lambda x, i: (y := x * 1, r := y[i], y.mul_(2), r * y)[3],
     "read before and after of a row": lambda x, i: (y := x * 1, r := y[i], r.mul_(x[0]), r * y)[3],
 }
@@ -244,7 +336,9 @@ def test_the_gradient_goes_back_through_a_part_at_a_place(name, argument):
     def gradients(x, i):
         x = x.detach().requires_grad_()
         out = AT_A_PLACE[name](x, i) ** 2
-        total = (out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)).sum() + x.sum()
+        total = (
+            out * torch.linspace(1, 2, out.numel(), dtype=torch.float64).reshape(out.shape)
+        ).sum() + x.sum()
         (first,) = torch.autograd.grad(total, x, create_graph=True)
         return first, *torch.autograd.grad((first**2).sum(), x)
 
@@ -264,10 +358,13 @@ def test_the_gradient_goes_back_through_a_product_with_a_complex_number():
 
 
 RECURRENT = {
-    "lstm": nn.LSTM(4, 5), "lstm, two layers both ways": nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True),
-    "lstm without biases": nn.LSTM(4, 5, bias=False), "projected lstm": nn.LSTM(4, 5, proj_size=3), "gru": nn.GRU(4, 5, 2),
+    "lstm": nn.LSTM(4, 5),
+    "lstm, two layers both ways": nn.LSTM(4, 5, 2, bidirectional=True, batch_first=True),
+    "lstm without biases": nn.LSTM(4, 5, bias=False),
+    "projected lstm": nn.LSTM(4, 5, proj_size=3),
+    "gru": nn.GRU(4, 5, 2),
     "rnn": nn.RNN(4, 5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.thin(3)
@@ -278,7 +375,10 @@ def test_recurrent_layers_are_trained_inside(name, dtype):
 
     def step(x):
         outputs, last = module(x)
-        (outputs.sin().sum() + sum(h.pow(2).sum() for h in (last if isinstance(last, tuple) else [last]))).backward()
+        (
+            outputs.sin().sum()
+            + sum(h.pow(2).sum() for h in (last if isinstance(last, tuple) else [last]))
+        ).backward()
         return outputs.detach()
 
     found = []
@@ -389,8 +489,14 @@ def _with_a_number(wrap):
 
 
 LEAVES = [
-    _of_argument, _of_two, _captured_too, _graph_from_outside, _asked_of_argument, _hook_steps, _with_a_number,
-]  # fmt: skip
+    _of_argument,
+    _of_two,
+    _captured_too,
+    _graph_from_outside,
+    _asked_of_argument,
+    _hook_steps,
+    _with_a_number,
+]
 
 
 @pytest.mark.parametrize("case", LEAVES)
@@ -400,11 +506,17 @@ def test_grad_of_arguments_and_captured_leaves(case):
 
 _X = torch.ones(3)
 TRANSFORMS = {
-    "grad": lambda T, f: T.grad(f)(_X), "vmap": lambda T, f: T.vmap(f)(torch.ones(2, 3)), "vjp": lambda T, f: T.vjp(f, _X),
-    "jvp": lambda T, f: T.jvp(f, (_X,), (_X,)), "jacrev": lambda T, f: T.jacrev(f)(_X), "jacfwd": lambda T, f: T.jacfwd(f)(_X),
-    "hessian": lambda T, f: T.hessian(f)(_X), "linearize": lambda T, f: T.linearize(f, _X), "vmap of jit": lambda T, f: T.vmap(jit(f))(_X),
+    "grad": lambda T, f: T.grad(f)(_X),
+    "vmap": lambda T, f: T.vmap(f)(torch.ones(2, 3)),
+    "vjp": lambda T, f: T.vjp(f, _X),
+    "jvp": lambda T, f: T.jvp(f, (_X,), (_X,)),
+    "jacrev": lambda T, f: T.jacrev(f)(_X),
+    "jacfwd": lambda T, f: T.jacfwd(f)(_X),
+    "hessian": lambda T, f: T.hessian(f)(_X),
+    "linearize": lambda T, f: T.linearize(f, _X),
+    "vmap of jit": lambda T, f: T.vmap(jit(f))(_X),
     "functional": lambda T, f: T.grad_and_value(f)(_X),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("backward", [torch.Tensor.backward, torch.autograd.backward])
@@ -419,16 +531,23 @@ def test_transforms_refuse_backward_before_anything_is_changed(name, held, backw
         backward(out)
         return out
 
-    for call in (lambda: TRANSFORMS[name](torchfunc_jax, f), lambda: jit(lambda: TRANSFORMS[name](torchfunc_jax, f))()):
+    for call in (
+        lambda: TRANSFORMS[name](torchfunc_jax, f),
+        lambda: jit(lambda: TRANSFORMS[name](torchfunc_jax, f))(),
+    ):
         with pytest.raises(RuntimeError, match=r"backward\(\) called inside a functorch transform"):
             call()
         assert w.grad is held
     assert held is None or torch.equal(held, torch.ones(3))
 
 
-@pytest.mark.parametrize("inner", [
-    lambda f, x: torch.cond(x.sum() > 0, f, f, (x,)), lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda f, x: torch.cond(x.sum() > 0, f, f, (x,)),
+        lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    ],
+)
 def test_backward_in_a_part_of_the_program_that_jax_traces_itself_is_refused(inner):
     w = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="a tensor from outside"):
@@ -436,7 +555,7 @@ def test_backward_in_a_part_of_the_program_that_jax_traces_itself_is_refused(inn
     assert w.grad is None
 
 
-# -- tensors that are written after they were saved ----------------------------------------------------------------------------------------
+# -- tensors that are written after they were saved ------------------------------------------------
 def _written_after_it_was_saved(x):
     y = x * 2
     part = y[1:]
@@ -458,7 +577,9 @@ def _trained_on_it(x):
 
 
 def _without_a_write(x):
-    """The gradient; PyTorch's own is wrong, because it takes part, which begins at another address, for other memory than y's."""
+    """The gradient; PyTorch's own is wrong, because it takes part, which begins at another address,
+    for other memory than y's.
+    """
     w = x.detach().clone().requires_grad_()
     y = w * 2
     return torch.autograd.grad((y * y * torch.cat([y[:1], y[1:] * 3]).sin()).sum(), w)[0]
@@ -475,7 +596,9 @@ def test_allow_mutation_on_saved_tensors(way):
         torch.testing.assert_close(jit(value)(x), value(x))
         torch.testing.assert_close(torchfunc_jax.functionalize(value)(x), value(x))
         torch.testing.assert_close(torchfunc_jax.vmap(value)(lanes), torch.func.vmap(value)(lanes))
-        torch.testing.assert_close(torchfunc_jax.jvp(value, (x,), (x,)), torch.func.jvp(value, (x,), (x,)))
+        torch.testing.assert_close(
+            torchfunc_jax.jvp(value, (x,), (x,)), torch.func.jvp(value, (x,), (x,))
+        )
         torch.testing.assert_close(jit(trained)(x), _without_a_write(x))
         torch.testing.assert_close(torchfunc_jax.functionalize(trained)(x), trained(x))
         for differentiate in (torchfunc_jax.grad, torchfunc_jax.jacrev):

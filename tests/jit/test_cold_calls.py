@@ -1,4 +1,7 @@
-"""cold="torch": PyTorch runs calls whose programs are not compiled yet, and XLA compiles them meanwhile."""
+"""cold="torch": PyTorch runs calls whose programs are not compiled yet, and XLA compiles them
+meanwhile.
+"""
+
 from __future__ import annotations
 
 import math
@@ -12,7 +15,18 @@ from torch import nn
 
 from bridge.process import process
 from bridge.record import programs
-from torchfunc_jax import cold, functional_call, grad, hessian, jacrev, jvp, linearize, patch, vjp, vmap
+from torchfunc_jax import (
+    cold,
+    functional_call,
+    grad,
+    hessian,
+    jacrev,
+    jvp,
+    linearize,
+    patch,
+    vjp,
+    vmap,
+)
 from torchfunc_jax.testing import parity
 
 POINT, BATCH = torch.linspace(-1, 1, 4), torch.linspace(-2, 2, 12).reshape(3, 4)
@@ -75,7 +89,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("impatient")
-def test_first_calls_in_torch_are_the_later_calls(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_calls_in_torch_are_the_later_calls(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = CASES[case]
     torch.manual_seed(3)
     want = run()
@@ -111,7 +127,7 @@ def test_a_thread_compiles_what_has_run_for_long_alone(monkeypatch: pytest.Monke
     with cold("torch"):
         run()
         run()
-        (key, seconds), = process.compiling.items()
+        ((key, seconds),) = process.compiling.items()
         assert 0 < seconds < programs.PATIENCE and not process.programs.records
         process.compiling[key] = programs.PATIENCE
         run()

@@ -1,4 +1,7 @@
-"""jit(donate=...): where results are, which memory is written to, and that no number is wrong for it."""
+"""jit(donate=...): where results are, which memory is written to, and that no number is wrong for
+it.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -34,10 +37,18 @@ def written_and_returned(cache: torch.Tensor, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("function", [returned, written_and_returned])
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"a": [t, state(3.0)]}], ids=["a tensor", "a tree"])
-def test_from_the_second_call_on_results_take_the_arguments_memory(function: Any, wrap: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: {"a": [t, state(3.0)]}], ids=["a tensor", "a tree"]
+)
+def test_from_the_second_call_on_results_take_the_arguments_memory(
+    function: Any, wrap: Callable[[Any], Any]
+) -> None:
     def step(tree: Any, x: torch.Tensor) -> Any:
-        return {"a": [function(t, x) for t in tree["a"]]} if isinstance(tree, dict) else function(tree, x)
+        return (
+            {"a": [function(t, x) for t in tree["a"]]}
+            if isinstance(tree, dict)
+            else function(tree, x)
+        )
 
     def first(tree: Any) -> torch.Tensor:
         return tree["a"][0] if isinstance(tree, dict) else tree
@@ -87,7 +98,9 @@ def test_a_view_of_a_donated_tensor_keeps_its_memory() -> None:
     assert torch.equal(view, state(4.0)[5:]) and all(o.data_ptr() != address for o in others)
 
 
-@pytest.mark.parametrize("other", [lambda t: t, lambda t: t[: N // 2], lambda t: t.view(2, -1)[1], lambda t: t.detach()])
+@pytest.mark.parametrize(
+    "other", [lambda t: t, lambda t: t[: N // 2], lambda t: t.view(2, -1)[1], lambda t: t.detach()]
+)
 def test_memory_that_another_argument_shares_is_not_written_to(other: Any) -> None:
     def shifted(t: torch.Tensor, u: torch.Tensor) -> Any:
         return t + 1, u.flip(0) * 2
@@ -101,10 +114,16 @@ def test_memory_that_another_argument_shares_is_not_written_to(other: Any) -> No
     torch.testing.assert_close(jit(lambda t: t + captured.flip(0), donate=0)(captured), expected)
 
 
-@pytest.mark.parametrize("change", [
-    lambda t: t.unsqueeze_(0), lambda t: t.resize_(N // 2), lambda t: t.mul_(3), lambda t: t.requires_grad_(),
-    lambda t: setattr(t, "data", state(5.0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.resize_(N // 2),
+        lambda t: t.mul_(3),
+        lambda t: t.requires_grad_(),
+        lambda t: setattr(t, "data", state(5.0)),
+    ],
+)
 def test_results_that_were_changed_are_donated_right(change: Any) -> None:
     fast = jit(lambda t: t * 2 + 1, donate=0)
     t = fast(fast(state(1.0)))

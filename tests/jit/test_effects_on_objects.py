@@ -1,4 +1,7 @@
-"""What a function does to Python objects, it does at each call, under jit as without: beside PyTorch and torch.func."""
+"""What a function does to Python objects, it does at each call, under jit as without: beside
+PyTorch and torch.func.
+"""
+
 from __future__ import annotations
 
 import asyncio
@@ -53,7 +56,9 @@ INPUTS = [torch.ones(2) * (k + 1) for k in range(4)]
 
 
 def test_programs_that_keep_a_state_serve_all_calls() -> None:
-    """A state in a tuple, a count and a list that only grows need two programs, whatever they hold by then."""
+    """A state in a tuple, a count and a list that only grows need two programs, whatever they hold
+    by then.
+    """
     kept, log = Kept(), []
     kept.a, kept.b = (torch.zeros(2), torch.zeros(2)), 0
 
@@ -94,13 +99,17 @@ def test_what_is_kept_twice_is_one_object() -> None:
         assert kept.a[0] is out and kept.b["y"] is out  # type: ignore[index]
 
 
-def _appends(c: collections.deque[torch.Tensor] | list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _appends(
+    c: collections.deque[torch.Tensor] | list[torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     c.append(x)
     c.extend([x * 2, x * 3])
     return x + 1
 
 
-def _moves_to_the_end(c: collections.OrderedDict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _moves_to_the_end(
+    c: collections.OrderedDict[str, torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     key = next(iter(c))
     c.move_to_end(key)
     return c[key] * x
@@ -116,8 +125,14 @@ def _takes_out_and_puts_back(c: dict[str, torch.Tensor], x: torch.Tensor) -> tor
 ORDERED: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], object]]] = {
     "a list that gets three elements": (_appends, list),
     "a deque that gets three elements": (_appends, lambda: collections.deque([torch.zeros(2)], 5)),
-    "the first key moves to the end": (_moves_to_the_end, lambda: collections.OrderedDict(a=torch.ones(2), b=torch.zeros(2))),
-    "the first key is taken out and put back": (_takes_out_and_puts_back, lambda: {"a": torch.ones(2), "b": torch.zeros(2)}),
+    "the first key moves to the end": (
+        _moves_to_the_end,
+        lambda: collections.OrderedDict(a=torch.ones(2), b=torch.zeros(2)),
+    ),
+    "the first key is taken out and put back": (
+        _takes_out_and_puts_back,
+        lambda: {"a": torch.ones(2), "b": torch.zeros(2)},
+    ),
 }
 
 
@@ -184,7 +199,9 @@ def test_a_new_container_is_of_the_kind_that_the_function_makes() -> None:
         last, found = kept.a  # type: ignore[misc]
         last.extend([1, 2])
         found["y"].append(3)
-        assert last.maxlen == 2 and [*last] == [1, 2] and found["y"] == [3] and same(found["x"], [x])
+        assert (
+            last.maxlen == 2 and [*last] == [1, 2] and found["y"] == [3] and same(found["x"], [x])
+        )
         assert type(kept.b) is Pair and same(kept.b.second, x * 2)  # type: ignore[attr-defined]
 
 
@@ -238,18 +255,49 @@ def test_nothing_is_kept_alive() -> None:
 
 
 NOT_REPEATED = {
-    "an iterator": (lambda it: lambda x: x * next(it), lambda: itertools.count(1), "is a count, which gives something else"),
-    "a generator": (lambda it: lambda x: x * next(it), lambda: (k for k in range(9)), "is a generator"),
-    "Python's random numbers": (lambda _: lambda x: x * random.random(), lambda: random.seed(0), "draws from Python's or NumPy's"),
-    "a Random": (lambda r: lambda x: x * r.random(), lambda: random.Random(0), "draws from Python's or NumPy's"),
-    "NumPy's random numbers": (lambda _: lambda x: x * np.random.rand(), lambda: np.random.seed(0), "draws from Python's or NumPy's"),
-    "a NumPy generator": (lambda r: lambda x: x * r.random(), lambda: np.random.default_rng(0), "draws from Python's or NumPy's"),
+    "an iterator": (
+        lambda it: lambda x: x * next(it),
+        lambda: itertools.count(1),
+        "is a count, which gives something else",
+    ),
+    "a generator": (
+        lambda it: lambda x: x * next(it),
+        lambda: (k for k in range(9)),
+        "is a generator",
+    ),
+    "Python's random numbers": (
+        lambda _: lambda x: x * random.random(),
+        lambda: random.seed(0),
+        "draws from Python's or NumPy's",
+    ),
+    "a Random": (
+        lambda r: lambda x: x * r.random(),
+        lambda: random.Random(0),
+        "draws from Python's or NumPy's",
+    ),
+    "NumPy's random numbers": (
+        lambda _: lambda x: x * np.random.rand(),
+        lambda: np.random.seed(0),
+        "draws from Python's or NumPy's",
+    ),
+    "a NumPy generator": (
+        lambda r: lambda x: x * r.random(),
+        lambda: np.random.default_rng(0),
+        "draws from Python's or NumPy's",
+    ),
     "a hook": (
-        lambda layer: lambda x: layer.register_forward_hook(lambda m, args, out: out * 2) and layer(x), lambda: torch.nn.Linear(2, 2),
-        "adds or removes hooks of a module"),
+        lambda layer: (
+            lambda x: layer.register_forward_hook(lambda m, args, out: out * 2) and layer(x)
+        ),
+        lambda: torch.nn.Linear(2, 2),
+        "adds or removes hooks of a module",
+    ),
     "a new module": (
-        lambda kept: lambda x: setattr(kept, "a", _layer(x)) or kept.a(x), Kept, "keeps a Linear that holds tensors"),
-}  # fmt: skip
+        lambda kept: lambda x: setattr(kept, "a", _layer(x)) or kept.a(x),
+        Kept,
+        "keeps a Linear that holds tensors",
+    ),
+}
 
 
 def _layer(x: torch.Tensor) -> torch.nn.Module:
@@ -275,7 +323,9 @@ def test_what_no_program_can_repeat(name: str) -> None:
 
 
 def test_objects_of_one_kind_take_each_others_places() -> None:
-    """As in libraries that replace an object by a changed copy: another program only if what the function reads differs."""
+    """As in libraries that replace an object by a changed copy: another program only if what the
+    function reads differs.
+    """
     registry = Kept()
     registry.a = Kept()
     registry.a.b = ("x", 2.0)
@@ -295,8 +345,10 @@ def test_objects_of_one_kind_take_each_others_places() -> None:
 
 
 SAME_TENSOR = {
-    "two arguments": lambda a, b: (a, b), "in a dict": lambda a, b: ({"a": a, "b": b},), "in a list and alone": lambda a, b: ([a], b),
-}  # fmt: skip
+    "two arguments": lambda a, b: (a, b),
+    "in a dict": lambda a, b: ({"a": a, "b": b},),
+    "in a list and alone": lambda a, b: ([a], b),
+}
 
 
 @pytest.mark.parametrize("name", SAME_TENSOR)
@@ -380,7 +432,9 @@ def test_variables_that_are_bound_again(calls: Callable[[bool], list[object]]) -
 
 
 class Stateful(torch.nn.Module):
-    """A module with a state of each kind: a buffer that is bound again, a dict with a view of its argument, a count and a list."""
+    """A module with a state of each kind: a buffer that is bound again, a dict with a view of its
+    argument, a count and a list.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,12 +453,16 @@ class Stateful(torch.nn.Module):
 
 
 AROUND = {
-    "nothing": contextlib.nullcontext, "no_grad": torch.no_grad, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "a default device": lambda: torch.device("cpu"),
-}  # fmt: skip
+}
 
 
-def _stateful(jitted: bool, around: Callable[[], contextlib.AbstractContextManager[object]], changes: bool) -> list[object]:
+def _stateful(
+    jitted: bool, around: Callable[[], contextlib.AbstractContextManager[object]], changes: bool
+) -> list[object]:
     torch.manual_seed(0)
     module, activations, found = Stateful(), [], list[object]()
     module.layer.register_forward_hook(lambda m, args, out: activations.append(out.float().mean()))
@@ -420,7 +478,13 @@ def _stateful(jitted: bool, around: Callable[[], contextlib.AbstractContextManag
             out = run(x, 1.0 + k)
         if out.requires_grad:
             out.backward(retain_graph=True)
-        found += [out.float(), x.grad, *[t.float() for t in module.kept.values()], module.mean.clone(), module.n]
+        found += [
+            out.float(),
+            x.grad,
+            *[t.float() for t in module.kept.values()],
+            module.mean.clone(),
+            module.n,
+        ]
         found += [len(module.log), module.log[-1].float(), len(activations), activations[-1]]
     return found
 
@@ -428,7 +492,9 @@ def _stateful(jitted: bool, around: Callable[[], contextlib.AbstractContextManag
 @pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_module_with_a_state(around: str, changes: bool) -> None:
-    """Shapes, numbers, modules and what requires grad change from call to call; hooks keep activations."""
+    """Shapes, numbers, modules and what requires grad change from call to call; hooks keep
+    activations.
+    """
     theirs, mine = (_stateful(jitted, AROUND[around], changes) for jitted in (False, True))
     loose = 1e-2 if around == "autocast" else 1e-5
     for m, t in zip(mine, theirs, strict=True):
@@ -441,7 +507,9 @@ def test_a_module_with_a_state(around: str, changes: bool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_an_rnn_whose_parameters_are_replaced_is_compiled(kind: type[torch.nn.RNNBase]) -> None:
-    """It makes its list of weights anew, and weak references to them, which are no changes that anyone can see."""
+    """It makes its list of weights anew, and weak references to them, which are no changes that
+    anyone can see.
+    """
     net = kind(3, 4, batch_first=True).double()
     params = {name: p.detach() for name, p in net.named_parameters()}
 
@@ -449,7 +517,10 @@ def test_an_rnn_whose_parameters_are_replaced_is_compiled(kind: type[torch.nn.RN
         return torchfunc_jax.functional_call(net, params, (x,))[0].square().sum()
 
     f = torchfunc_jax.jit(torchfunc_jax.grad(loss))
-    calls = [({name: p + k for name, p in params.items()}, torch.randn(2, 5, 3, dtype=torch.float64)) for k in range(3)]
+    calls = [
+        ({name: p + k for name, p in params.items()}, torch.randn(2, 5, 3, dtype=torch.float64))
+        for k in range(3)
+    ]
     expected = [torch.func.grad(loss)(*given) for given in calls]
     weights = list(net._flat_weights)
     torch.testing.assert_close([f(*given) for given in calls], expected)
@@ -472,7 +543,9 @@ def _refused_at_two(seen: dict[str, object]) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", [lambda f: f, jit], ids=["plain", "jit"])
-def test_what_is_done_before_an_exception_stays_done(way: Callable[..., Callable[..., torch.Tensor]]) -> None:
+def test_what_is_done_before_an_exception_stays_done(
+    way: Callable[..., Callable[..., torch.Tensor]],
+) -> None:
     seen: dict[str, object] = {"calls": 0}
     shapes: list[object] = []
     f = way(_refused_at_two(seen))
@@ -531,13 +604,20 @@ RETURNED: dict[str, tuple[Callable[..., object], Callable[..., list[torch.Tensor
     "a dataclass": (lambda x: _Record(x * 2, 3), lambda out: [out.value * out.step]),
     "one in a list": (lambda x: [x, _Record(x + 1)], lambda out: [out[0], out[1].value]),
     "objects in objects": (
-        lambda x: _Pair(_Pair(x, x * 2), {"k": x + 1}), lambda out: [out.first.first, out.first.second, out.second["k"]],
+        lambda x: _Pair(_Pair(x, x * 2), {"k": x + 1}),
+        lambda out: [out.first.first, out.first.second, out.second["k"]],
     ),
-    "one object twice": (lambda x: [_Pair(x * 2, None)] * 2, lambda out: [out[0].first, torch.tensor(float(out[0] is out[1]))]),
+    "one object twice": (
+        lambda x: [_Pair(x * 2, None)] * 2,
+        lambda out: [out[0].first, torch.tensor(float(out[0] is out[1]))],
+    ),
     "a function": (lambda x: lambda y: x * y, lambda out: [out(torch.ones(3))]),
     "a generator": (_suspended, lambda out: [*out]),
     "a coroutine": (_awaited, lambda out: [asyncio.run(out)]),
-    "a distribution": (lambda x: torch.distributions.Normal(x, 2.0), lambda out: [out.mean, out.variance]),
+    "a distribution": (
+        lambda x: torch.distributions.Normal(x, 2.0),
+        lambda out: [out.mean, out.variance],
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Programs of jitted functions are found by what they compute: by a new function of this process, and by the next process."""
+"""Programs of jitted functions are found by what they compute: by a new function of this process,
+and by the next process.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +35,11 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for name in ("fast", "well"):
         compiled = getattr(tiers, f"_{name}")
-        monkeypatch.setattr(tiers, f"_{name}", lambda *given, name=name, compiled=compiled: (found.append(name), compiled(*given))[1])
+        monkeypatch.setattr(
+            tiers,
+            f"_{name}",
+            lambda *given, name=name, compiled=compiled: (found.append(name), compiled(*given))[1],
+        )
     monkeypatch.setattr(process, "executables", Recent(128))
     monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None)
     return found
@@ -41,11 +48,14 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @contextlib.contextmanager
 def storing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
     """What is compiled is stored in the folder, at once."""
-    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: work() if idle else None)
+    monkeypatch.setattr(
+        process.compiler, "later", lambda work, idle=False: work() if idle else None
+    )
     monkeypatch.setattr(disk, "place", lambda: (folder, ""))
     cache = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()  # JAX looks at the setting once
+    # JAX looks at the setting once
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
     try:
         yield
     finally:
@@ -60,6 +70,7 @@ def _network(seed: int) -> nn.Module:
 
 def _step(net: nn.Module) -> Callable[..., Any]:
     """The gradient of a training step, made anew for each network."""
+
     def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(functional_call(net, params, (x,)), y)
 
@@ -79,7 +90,10 @@ def test_a_new_module_of_the_same_architecture_compiles_nothing(compilations: li
 
 
 def test_a_module_that_is_captured_or_an_argument(compilations: list[str]) -> None:
-    for make in (lambda net: (jit(lambda x: net(x).square().sum()), ()), lambda net: (jit(lambda x, net: net(x).square().sum()), (net,))):
+    for make in (
+        lambda net: (jit(lambda x: net(x).square().sum()), ()),
+        lambda net: (jit(lambda x, net: net(x).square().sum()), (net,)),
+    ):
         counts = []
         for seed in range(3):
             net = _network(seed)
@@ -97,8 +111,13 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "which argument is used": (lambda a, b: a.sin() * 2, lambda a, b: b.sin() * 2),
     "a constant": (lambda a, b: a * 2.5 + b, lambda a, b: a * 2.75 + b),
     "a constant of many numbers": (
-        lambda a, b: a * torch.arange(6.0, dtype=torch.float64), lambda a, b: a * torch.arange(1.0, 7.0, dtype=torch.float64)),
-    "the tree of the results": (lambda a, b: [a + b, a * b], lambda a, b: {"sum": a + b, "product": a * b}),
+        lambda a, b: a * torch.arange(6.0, dtype=torch.float64),
+        lambda a, b: a * torch.arange(1.0, 7.0, dtype=torch.float64),
+    ),
+    "the tree of the results": (
+        lambda a, b: [a + b, a * b],
+        lambda a, b: {"sum": a + b, "product": a * b},
+    ),
     "the order of the results": (lambda a, b: (a + b, a * b), lambda a, b: (a * b, a + b)),
     "a result that is an argument": (lambda a, b: (a, a + b), lambda a, b: (b, a + b)),
     "a write": (lambda a, b: a.clone().add_(b), lambda a, b: b.clone().sub_(a)),
@@ -109,15 +128,22 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize("derivative", [False, True])
-def test_functions_that_compute_something_else(name: str, derivative: bool, compilations: list[str]) -> None:
+def test_functions_that_compute_something_else(
+    name: str, derivative: bool, compilations: list[str]
+) -> None:
     for f in (*DIFFERENT[name], *DIFFERENT[name]):
         a, b = X.clone().requires_grad_(derivative), (X + 3).requires_grad_(derivative)
         found, want = jit(f)(a, b), f(a, b)
         torch.testing.assert_close(found, want)
         if derivative:
             leaves = [torch.utils._pytree.tree_leaves(out) for out in (found, want)]
-            grads = [torch.autograd.grad(sum((t * t).sum() for t in ts), (a, b), allow_unused=True) for ts in leaves]
-            torch.testing.assert_close(*[[torch.zeros_like(a) if g is None else g for g in gs] for gs in grads])
+            grads = [
+                torch.autograd.grad(sum((t * t).sum() for t in ts), (a, b), allow_unused=True)
+                for ts in leaves
+            ]
+            torch.testing.assert_close(
+                *[[torch.zeros_like(a) if g is None else g for g in gs] for gs in grads]
+            )
 
 
 def test_what_calls_python_has_no_name() -> None:
@@ -148,12 +174,18 @@ def test_a_stored_executable_is_found_and_a_damaged_one_made_again(
         assert len(compilations) == 4
 
 
-def test_what_was_loaded_is_not_stored_again(compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_loaded_is_not_stored_again(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """XLA cannot serialize it, and the next process would load a program that does not run."""
     loaded, stored = [], []
     packed, unpacked = disk.packed, disk.unpacked
-    monkeypatch.setattr(disk, "unpacked", lambda data: (found := unpacked(data), loaded.append(found))[0])
-    monkeypatch.setattr(disk, "packed", lambda executable: (stored.append(executable), packed(executable))[1])
+    monkeypatch.setattr(
+        disk, "unpacked", lambda data: (found := unpacked(data), loaded.append(found))[0]
+    )
+    monkeypatch.setattr(
+        disk, "packed", lambda executable: (stored.append(executable), packed(executable))[1]
+    )
     f = lambda x: ((x @ x.T).sin() * 3).sum(0)
     with storing(monkeypatch, tmp_path):
         jit(f)(X)
@@ -183,12 +215,23 @@ print(json.dumps([len(made), f(x).item(), *[p.grad.sum().item() for p in net.par
 
 @pytest.mark.parametrize("jax_cache", [False, True])
 def test_the_next_process_compiles_nothing(tmp_path: Path, jax_cache: bool) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {
+        "XDG_CACHE_HOME": str(tmp_path)
+    }
     if jax_cache:
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
     outs = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _SCRIPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         outs.append(json.loads(done.stdout))
     assert outs[0][0] >= 2 and outs[2][0] == 0
     np.testing.assert_allclose(outs[1][1:], outs[0][1:], rtol=1e-12)
@@ -202,7 +245,9 @@ def test_threads_that_compile_the_same(compilations: list[str]) -> None:
         try:
             for k in range(5):
                 net = _network(seed + k)
-                torch.testing.assert_close(jit(lambda x, net=net: net(x))(X).detach(), net(X).detach())
+                torch.testing.assert_close(
+                    jit(lambda x, net=net: net(x))(X).detach(), net(X).detach()
+                )
         except BaseException as error:
             wrong.append(error)
 
@@ -214,10 +259,14 @@ def test_threads_that_compile_the_same(compilations: list[str]) -> None:
     assert not wrong
 
 
-def test_a_program_that_comes_again_is_compiled_well(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_comes_again_is_compiled_well(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
     monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
-    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else work())
+    monkeypatch.setattr(
+        process.compiler, "later", lambda work, idle=False: None if idle else work()
+    )
     net = _network(0)
     f = jit(lambda x: torchfunc_jax.vmap(torchfunc_jax.jacrev(net))(x))
     want = torch.func.vmap(torch.func.jacrev(net))(X)
@@ -235,7 +284,11 @@ def test_few_operations_on_large_arrays_are_vectorized_at_once(
 ) -> None:
     options: list[Any] = []
     compiled = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, given=None: (options.append(given), compiled(self, given))[1])
+    monkeypatch.setattr(
+        jax.stages.Lowered,
+        "compile",
+        lambda self, given=None: (options.append(given), compiled(self, given))[1],
+    )
 
     def steps(x: torch.Tensor) -> torch.Tensor:
         for k in range(operations):

@@ -1,4 +1,7 @@
-"""Programs that ask whether a factorization failed, and whether two tensors are equal, as gpytorch's models do, in a trace."""
+"""Programs that ask whether a factorization failed, and whether two tensors are equal, as
+gpytorch's models do, in a trace.
+"""
+
 from __future__ import annotations
 
 import warnings
@@ -24,7 +27,9 @@ def distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def factor(kernel: torch.Tensor) -> torch.Tensor:
-    """The Cholesky factor, as linear_operator computes it: with jitter where there is none without."""
+    """The Cholesky factor, as linear_operator computes it:
+    with jitter where there is none without.
+    """
     found, info = torch.linalg.cholesky_ex(kernel)
     if not torch.any(info):
         return found
@@ -71,7 +76,9 @@ def test_a_density_by_cholesky_ex_and_equal(kernel):
     torch.testing.assert_close(jit(grad(f))(logs[0]), slope[0])
     torch.testing.assert_close(jit(vmap(grad(f)))(logs), slope)
     if kernel is plain:  # a Function whose backward saves no input has no second derivative
-        torch.testing.assert_close(jit(hessian(f))(logs[0]), torch.autograd.functional.hessian(f, logs[0]))
+        torch.testing.assert_close(
+            jit(hessian(f))(logs[0]), torch.autograd.functional.hessian(f, logs[0])
+        )
 
 
 @pytest.mark.parametrize("negate", [False, True])
@@ -84,7 +91,9 @@ def test_a_factorization_that_fails_raises(negate):
 
     eye = torch.eye(3)
     torch.testing.assert_close(f(4 * eye), 2 * eye)
-    with pytest.raises(torch.linalg.LinAlgError, match="as if each matrix could be factored, and one could not"):
+    with pytest.raises(
+        torch.linalg.LinAlgError, match="as if each matrix could be factored, and one could not"
+    ):
         f(-eye)
     torch.testing.assert_close(f(9 * eye), 3 * eye)
 
@@ -105,8 +114,11 @@ def test_in_a_program_of_the_users_a_failed_factorization_is_nan():
 
 def test_other_truths_stay_unknown():
     for ask in (
-        lambda x: torch.any(x > 0), lambda x: torch.equal(x, x + 0), lambda x: torch.equal(x * 2, x * 3),
-        lambda x: torch.equal(x, x.flip(0)), lambda x: torch.any(torch.linalg.cholesky_ex(x)[0]),
+        lambda x: torch.any(x > 0),
+        lambda x: torch.equal(x, x + 0),
+        lambda x: torch.equal(x * 2, x * 3),
+        lambda x: torch.equal(x, x.flip(0)),
+        lambda x: torch.any(torch.linalg.cholesky_ex(x)[0]),
         lambda x: torch.equal(torch.rand_like(x), torch.rand_like(x)),
     ):
         with pytest.raises(bridge.errors.DataDependentError):
@@ -135,13 +147,17 @@ def exact_gp():
             self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
 
         def forward(self, x):
-            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+            return gpytorch.distributions.MultivariateNormal(
+                self.mean_module(x), self.covar_module(x)
+            )
 
     class Density(nn.Module):
         def __init__(self):
             super().__init__()
             likelihood = gpytorch.likelihoods.GaussianLikelihood()
-            self.likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, Model(INPUTS, TARGETS, likelihood).double())
+            self.likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(
+                likelihood, Model(INPUTS, TARGETS, likelihood).double()
+            )
             self.double().train()
 
         def forward(self):
@@ -155,7 +171,8 @@ def test_gpytorch_as_it_is():
     params = {name: p.detach() for name, p in module.named_parameters()}
 
     def f(params):
-        with gpytorch.settings.debug(False):  # it compares the inputs with those of the training, which lie in the same memory
+        # it compares the inputs with those of the training, which lie in the same memory
+        with gpytorch.settings.debug(False):
             return functional_call(module, params, ())
 
     want = module()
@@ -166,9 +183,15 @@ def test_gpytorch_as_it_is():
         torch.testing.assert_close(jit(grad(f))(params), slopes)
         with jax.enable_x64(True):
             apply, values, state = bridge.function(exact_gp())
-            found = jax.jit(jax.vmap(jax.grad(lambda p: apply(p, state)[0])))(jax.tree.map(lambda x: jnp.stack([x, x]), values))
+            found = jax.jit(jax.vmap(jax.grad(lambda p: apply(p, state)[0])))(
+                jax.tree.map(lambda x: jnp.stack([x, x]), values)
+            )
             leaves = jax.tree_util.tree_flatten_with_path(found)[0]
-            named = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+            named = {
+                jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves
+            }
             assert len(named) == len(slopes)
             for name, x in named.items():
-                torch.testing.assert_close(torch.tensor(x.tolist(), dtype=torch.float64)[1], slopes[name])
+                torch.testing.assert_close(
+                    torch.tensor(x.tolist(), dtype=torch.float64)[1], slopes[name]
+                )

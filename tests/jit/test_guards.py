@@ -1,4 +1,7 @@
-"""What jit looks at before each call: modules, objects, hooks, PyTorch's ambient state, autocast, memory that its inputs share."""
+"""What jit looks at before each call: modules, objects, hooks, PyTorch's ambient state, autocast,
+memory that its inputs share.
+"""
+
 from __future__ import annotations
 
 import array
@@ -79,12 +82,18 @@ class Doubled(nn.Linear):
 
 CHANGES: dict[str, Callable[[Layers], Any]] = {
     "a submodule is replaced": lambda m: setattr(m, "first", linear()),
-    "a submodule is replaced by one of another kind": lambda m: setattr(m, "first", nn.Sequential(linear(), nn.ReLU())),
+    "a submodule is replaced by one of another kind": lambda m: setattr(
+        m, "first", nn.Sequential(linear(), nn.ReLU())
+    ),
     "a submodule is appended": lambda m: m.blocks.append(linear()),
     "a submodule is appended to an empty list": lambda m: m.empty.append(linear()),
     "a submodule is inserted": lambda m: m.blocks.insert(0, linear()),
     "a submodule is removed": lambda m: m.blocks.__delitem__(0),
-    "submodules are exchanged": lambda m: (m.blocks.append(linear()), m(X), m.blocks._modules.update({"0": m.blocks[1], "1": m.blocks[0]})),
+    "submodules are exchanged": lambda m: (
+        m.blocks.append(linear()),
+        m(X),
+        m.blocks._modules.update({"0": m.blocks[1], "1": m.blocks[0]}),
+    ),
     "a named submodule": lambda m: m.named.update({"a": nn.ReLU()}),
     "a named submodule more": lambda m: m.named.update({"b": nn.ReLU()}),
     "a submodule becomes None": lambda m: setattr(m, "norm", None),
@@ -92,15 +101,21 @@ CHANGES: dict[str, Callable[[Layers], Any]] = {
     "a parameter is replaced": lambda m: setattr(m.first, "weight", nn.Parameter(torch.ones(3, 3))),
     "a parameter's data is replaced": lambda m: setattr(m.first.weight, "data", torch.ones(3, 3)),
     "a parameter becomes None": lambda m: setattr(m.first, "bias", None),
-    "a parameter is of another shape": lambda m: setattr(m.tensors, "0", nn.Parameter(torch.full((1,), 3.0))),
-    "a parameter is of another dtype": lambda m: setattr(m.tensors, "0", nn.Parameter(torch.full((3,), 3.0, dtype=torch.float16))),
+    "a parameter is of another shape": lambda m: setattr(
+        m.tensors, "0", nn.Parameter(torch.full((1,), 3.0))
+    ),
+    "a parameter is of another dtype": lambda m: setattr(
+        m.tensors, "0", nn.Parameter(torch.full((3,), 3.0, dtype=torch.float16))
+    ),
     "a parameter is appended": lambda m: m.tensors.append(nn.Parameter(torch.full((3,), 3.0))),
     "a buffer that was None": lambda m: setattr(m, "shift", torch.ones(3)),
     "a buffer is replaced": lambda m: setattr(m.norm, "running_mean", torch.ones(3)),
     "a module in a Python list is replaced": lambda m: m.listed.__setitem__(0, linear()),
     "a module in a Python list is appended": lambda m: m.listed.append(linear()),
     "the Python list is replaced": lambda m: setattr(m, "listed", [linear()]),
-    "a tensor in a Python list is replaced": lambda m: m.plain.__setitem__(0, torch.full((3,), 5.0)),
+    "a tensor in a Python list is replaced": lambda m: m.plain.__setitem__(
+        0, torch.full((3,), 5.0)
+    ),
     "a tensor in a Python list is appended": lambda m: m.plain.append(torch.full((3,), 5.0)),
     "a Python list of tensors is replaced": lambda m: setattr(m, "plain", [torch.full((3,), 5.0)]),
     "a float": lambda m: setattr(m, "scale", 3.0),
@@ -114,28 +129,47 @@ CHANGES: dict[str, Callable[[Layers], Any]] = {
     "double": lambda m: m.double().float(),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
     "a forward hook": lambda m: m.first.register_forward_hook(lambda *a: a[2] * 10),
-    "a forward hook with keywords": lambda m: m.first.register_forward_hook(lambda *a: a[3] * 10, with_kwargs=True),
-    "a forward pre-hook": lambda m: m.first.register_forward_pre_hook(lambda _, args: (args[0] * 10,)),
+    "a forward hook with keywords": lambda m: m.first.register_forward_hook(
+        lambda *a: a[3] * 10, with_kwargs=True
+    ),
+    "a forward pre-hook": lambda m: m.first.register_forward_pre_hook(
+        lambda _, args: (args[0] * 10,)
+    ),
     "a hook of a module with children": lambda m: m.register_forward_hook(lambda *a: a[2] * 10),
-    "a hook is exchanged": lambda m: (h := m.register_forward_hook(lambda *a: a[2] * 10), m(X), h.remove(),
-                                      m.register_forward_hook(lambda *a: a[2] * 20)),
+    "a hook is exchanged": lambda m: (
+        h := m.register_forward_hook(lambda *a: a[2] * 10),
+        m(X),
+        h.remove(),
+        m.register_forward_hook(lambda *a: a[2] * 20),
+    ),
     "weight norm": lambda m: nn.utils.parametrizations.weight_norm(m.first),
-    "parametrized": lambda m: nn.utils.parametrize.register_parametrization(m.first, "weight", nn.Tanh()),
+    "parametrized": lambda m: nn.utils.parametrize.register_parametrization(
+        m.first, "weight", nn.Tanh()
+    ),
     "tied": lambda m: setattr(m.first, "weight", m.blocks[0].weight),
-    "no longer tied": lambda m: (setattr(m.first, "weight", m.blocks[0].weight), m(X),
-                                 setattr(m.blocks[0], "weight", nn.Parameter(torch.eye(3)))),
+    "no longer tied": lambda m: (
+        setattr(m.first, "weight", m.blocks[0].weight),
+        m(X),
+        setattr(m.blocks[0], "weight", nn.Parameter(torch.eye(3))),
+    ),
     "a submodule is given another class": lambda m: setattr(m.first, "__class__", Doubled),
-    "another class": lambda m: setattr(m, "__class__", type("Sub", (Layers,), {"forward": lambda self, x: self.first(x)})),
+    "another class": lambda m: setattr(
+        m, "__class__", type("Sub", (Layers,), {"forward": lambda self, x: self.first(x)})
+    ),
     "another dict of attributes": lambda m: setattr(m.first, "__dict__", linear(5).__dict__),
-    "another forward": lambda m: setattr(m, "forward", types.MethodType(lambda self, x: self.first(x), m)),
-}  # fmt: skip
+    "another forward": lambda m: setattr(
+        m, "forward", types.MethodType(lambda self, x: self.first(x), m)
+    ),
+}
 
 WAYS: dict[str, Callable[[Layers], Callable[..., Any]]] = {
     "module": lambda m: jit(m),
     "captured": lambda m: jit(lambda x: m(x)),
     "method": lambda m: jit(m.forward),
     "argument": lambda m: (lambda f: lambda x: f(m, x))(jit(lambda m, x: m(x))),
-    "in an object": lambda m: (lambda holder: jit(lambda x: holder.model(x)))(types.SimpleNamespace(model=m)),
+    "in an object": lambda m: (lambda holder: jit(lambda x: holder.model(x)))(
+        types.SimpleNamespace(model=m)
+    ),
     "in a transform": lambda m: (lambda f: lambda x: f(x))(jit(lambda x: jvp(m, (x,), (x,))[0])),
 }
 
@@ -203,7 +237,9 @@ OBJECT_CHANGES: dict[str, Callable[[Weights], Any]] = {
     "a tensor is rebound": lambda o: setattr(o, "w", torch.full((3,), 4.0)),
     "a number is rebound": lambda o: setattr(o, "scale", 5.0),
     "an inner tensor is rebound": lambda o: setattr(o.inner, "b", torch.ones(3)),
-    "the inner object is rebound": lambda o: setattr(o, "inner", types.SimpleNamespace(b=torch.ones(3), deep=[{"c": torch.zeros(3)}])),
+    "the inner object is rebound": lambda o: setattr(
+        o, "inner", types.SimpleNamespace(b=torch.ones(3), deep=[{"c": torch.zeros(3)}])
+    ),
     "a deep tensor is rebound": lambda o: o.inner.deep[0].update(c=torch.full((3,), 7.0)),
     "a deep dict is rebound": lambda o: o.inner.deep.__setitem__(0, {"c": torch.full((3,), 7.0)}),
     "a deep list is rebound": lambda o: setattr(o.inner, "deep", [{"c": torch.full((3,), 7.0)}]),
@@ -212,14 +248,19 @@ OBJECT_CHANGES: dict[str, Callable[[Weights], Any]] = {
 
 
 @pytest.mark.parametrize("change", OBJECT_CHANGES)
-@pytest.mark.parametrize("way", ["decorated method", "jitted method", "argument", "captured", "global"])
+@pytest.mark.parametrize(
+    "way", ["decorated method", "jitted method", "argument", "captured", "global"]
+)
 def test_an_object_that_changes(change: str, way: str) -> None:
     mine, theirs = Weights(), Weights()
     function = jit(lambda o, x: o.call(x))
     fn = {
-        "decorated method": lambda: mine.jitted, "jitted method": lambda: jit(mine.call), "argument": lambda: lambda x: function(mine, x),
-        "captured": lambda: jit(lambda x: mine.call(x)), "global": lambda: jit(_of_global),
-    }[way]()  # fmt: skip
+        "decorated method": lambda: mine.jitted,
+        "jitted method": lambda: jit(mine.call),
+        "argument": lambda: lambda x: function(mine, x),
+        "captured": lambda: jit(lambda x: mine.call(x)),
+        "global": lambda: jit(_of_global),
+    }[way]()
     globals()["_global"] = mine
     same(fn(X), theirs.call(X))
     OBJECT_CHANGES[change](mine), OBJECT_CHANGES[change](theirs)
@@ -265,8 +306,12 @@ def helper{i}(c, x): return getattr(c, 'of')(x) * C{(i + 1) % 300}.scale + TABLE
 )
 
 
-def test_an_installed_package_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its classes name each other, as those of transformers do; they count as constant, what the user keeps in their objects does not."""
+def test_an_installed_package_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its classes name each other, as those of transformers do; they count as constant, what the
+    user keeps in their objects does not.
+    """
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "a_large_package.py").write_text(_PACKAGE)
@@ -294,7 +339,7 @@ def test_counters_and_histories_cost_no_programs() -> None:
     assert mine.calls == 5
 
 
-# -- Python values that the function reads ----------------------------------------------------------------------------------------------
+# -- Python values that the function reads ---------------------------------------------------------
 class Number:
     """An object that holds one value."""
 
@@ -405,7 +450,9 @@ def _of_function(name: str, make: Callable[[int], Any]) -> Any:
         def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return g * Scaled.slope
 
-    return lambda x: Scaled.apply(x) + grad(lambda x: Scaled.apply(x).sum())(x), lambda k: setattr(Scaled, name, make(k))
+    return lambda x: Scaled.apply(x) + grad(lambda x: Scaled.apply(x).sum())(x), lambda k: setattr(
+        Scaled, name, make(k)
+    )
 
 
 def _hooked(register: str, hook: Callable[[dict[str, Any]], Callable[..., Any]]) -> Any:
@@ -442,7 +489,9 @@ def _referred(number: Number) -> Any:
 
 def test_what_a_hook_of_all_modules_reads() -> None:
     layer, settings = linear(), {"scale": 2.0}
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: out * settings["scale"])
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, args, out: out * settings["scale"]
+    )
     try:
         compiled = jit(layer)
         for settings["scale"] in (2.0, 3.0):
@@ -507,158 +556,380 @@ _FUNCTIONS = [torch.sin, torch.exp, torch.square]
 READ: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] = {
     "a class's number, by an object": lambda: _class(lambda o, x: x * o.scale, "scale", float),
     "a class's number, by type(self)": lambda: _class(lambda o, x: o.by_type(x), "scale", float),
-    "a class's number, by a classmethod": lambda: _class(lambda o, x: o.by_class(x), "scale", float),
-    "a class's number that an object hides": lambda: _class(lambda o, x: x * o.scale, "scale", float, True),
-    "a class's tensor": lambda: _class(lambda o, x: x * o.weight, "weight", lambda k: torch.ones(3) * k),
-    "a class's method": lambda: _class(lambda o, x: o.by_method(x), "factor", lambda k: lambda self: float(k)),
-    "a class in a variable": lambda: _in(type("C", (), {"scale": 2.0}), lambda c, x: x * c.scale, lambda c, k: setattr(c, "scale", k)),
-    "a module's class": lambda: _held(2.0, lambda h: h, lambda m, k: setattr(type(m), "factor", 2.0 + k)),
+    "a class's number, by a classmethod": lambda: _class(
+        lambda o, x: o.by_class(x), "scale", float
+    ),
+    "a class's number that an object hides": lambda: _class(
+        lambda o, x: x * o.scale, "scale", float, True
+    ),
+    "a class's tensor": lambda: _class(
+        lambda o, x: x * o.weight, "weight", lambda k: torch.ones(3) * k
+    ),
+    "a class's method": lambda: _class(
+        lambda o, x: o.by_method(x), "factor", lambda k: lambda self: float(k)
+    ),
+    "a class in a variable": lambda: _in(
+        type("C", (), {"scale": 2.0}), lambda c, x: x * c.scale, lambda c, k: setattr(c, "scale", k)
+    ),
+    "a module's class": lambda: _held(
+        2.0, lambda h: h, lambda m, k: setattr(type(m), "factor", 2.0 + k)
+    ),
     "an attribute by a name that is computed": lambda: _in(
-        Number(2.0), lambda o, x: x * getattr(o, "val" + "ue".lower()), lambda o, k: setattr(o, "value", k)),
+        Number(2.0),
+        lambda o, x: x * getattr(o, "val" + "ue".lower()),
+        lambda o, k: setattr(o, "value", k),
+    ),
     "an attribute by getattr with another one": lambda: _in(
-        Number(2.0), lambda o, x: x * getattr({"o": o}["o"], "value", x + 1), lambda o, k: setattr(o, "value", k)),
-    "an attribute that was not there": lambda: _in(Number(2.0), lambda o, x: x * getattr(o, "more", 1), lambda o, k: setattr(o, "more", k)),
-    "an attribute by __dict__": lambda: _in(Number(2.0), lambda o, x: x * o.__dict__["value"], lambda o, k: setattr(o, "value", k)),
-    "an attribute by vars": lambda: _in(Number(2.0), lambda o, x: x * vars(o)["value"], lambda o, k: setattr(o, "value", k)),
-    "an object in a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: setattr(c[0], "value", k)),
-    "another object in a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: c.__setitem__(0, Number(k))),
+        Number(2.0),
+        lambda o, x: x * getattr({"o": o}["o"], "value", x + 1),
+        lambda o, k: setattr(o, "value", k),
+    ),
+    "an attribute that was not there": lambda: _in(
+        Number(2.0), lambda o, x: x * getattr(o, "more", 1), lambda o, k: setattr(o, "more", k)
+    ),
+    "an attribute by __dict__": lambda: _in(
+        Number(2.0), lambda o, x: x * o.__dict__["value"], lambda o, k: setattr(o, "value", k)
+    ),
+    "an attribute by vars": lambda: _in(
+        Number(2.0), lambda o, x: x * vars(o)["value"], lambda o, k: setattr(o, "value", k)
+    ),
+    "an object in a list": lambda: _in(
+        [Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: setattr(c[0], "value", k)
+    ),
+    "another object in a list": lambda: _in(
+        [Number(2.0)], lambda c, x: x * c[0].value, lambda c, k: c.__setitem__(0, Number(k))
+    ),
     "an object more in a dict": lambda: _in(
-        {0: Number(2.0)}, lambda c, x: x * sum(o.value for o in c.values()), lambda c, k: c.update({k: Number(k)})),
+        {0: Number(2.0)},
+        lambda c, x: x * sum(o.value for o in c.values()),
+        lambda c, k: c.update({k: Number(k)}),
+    ),
     "an object in a deque": lambda: _in(
-        collections.deque([Number(2.0)]), lambda c, x: x * c[0].value, lambda c, k: c.__setitem__(0, Number(k))),
-    "a number in a list": lambda: _in([2.0, [3]], lambda c, x: x * c[1][0], lambda c, k: c[1].__setitem__(0, k)),
-    "a zero's sign in a dict": lambda: _in({"a": 0.0}, lambda c, x: x * c["a"], lambda c, k: c.update(a=(-1) ** k * 0.0)),
-    "a key of a dict": lambda: _in({2: 1}, lambda c, x: x * next(iter(c)), lambda c, k: (c.clear(), c.update({2 + k: 1}))),
+        collections.deque([Number(2.0)]),
+        lambda c, x: x * c[0].value,
+        lambda c, k: c.__setitem__(0, Number(k)),
+    ),
+    "a number in a list": lambda: _in(
+        [2.0, [3]], lambda c, x: x * c[1][0], lambda c, k: c[1].__setitem__(0, k)
+    ),
+    "a zero's sign in a dict": lambda: _in(
+        {"a": 0.0}, lambda c, x: x * c["a"], lambda c, k: c.update(a=(-1) ** k * 0.0)
+    ),
+    "a key of a dict": lambda: _in(
+        {2: 1}, lambda c, x: x * next(iter(c)), lambda c, k: (c.clear(), c.update({2 + k: 1}))
+    ),
     "a set": lambda: _in({2.0}, lambda c, x: x * sum(c), lambda c, k: c.add(float(5 + k))),
-    "a numpy array": lambda: _in(np.ones(3, np.float32), lambda a, x: x * torch.from_numpy(a), lambda a, k: a.fill(k)),
+    "a numpy array": lambda: _in(
+        np.ones(3, np.float32), lambda a, x: x * torch.from_numpy(a), lambda a, k: a.fill(k)
+    ),
     "a module's dict": lambda: _held({"a": 2.0}, lambda h: h["a"], lambda m, k: m.held.update(a=k)),
     "a module's list": lambda: _held([2.0], sum, lambda m, k: m.held.append(k)),
-    "a module's other dict": lambda: _held({"a": 2.0}, lambda h: h["a"], lambda m, k: setattr(m, "held", {"a": k})),
-    "a module's tuple": lambda: _held((2.0, 1), lambda h: h[0], lambda m, k: setattr(m, "held", (k, 1))),
-    "a module's object": lambda: _held(Number(2.0), lambda h: h.value, lambda m, k: setattr(m, "held", Number(k))),
-    "a module's function": lambda: _held(2.0, lambda h: h, lambda m, k: setattr(m, "read", lambda h: h * k)),
+    "a module's other dict": lambda: _held(
+        {"a": 2.0}, lambda h: h["a"], lambda m, k: setattr(m, "held", {"a": k})
+    ),
+    "a module's tuple": lambda: _held(
+        (2.0, 1), lambda h: h[0], lambda m, k: setattr(m, "held", (k, 1))
+    ),
+    "a module's object": lambda: _held(
+        Number(2.0), lambda h: h.value, lambda m, k: setattr(m, "held", Number(k))
+    ),
+    "a module's function": lambda: _held(
+        2.0, lambda h: h, lambda m, k: setattr(m, "read", lambda h: h * k)
+    ),
     "a module's dtype": lambda: _held(
-        torch.float32, lambda h: 1 + h.itemsize, lambda m, k: setattr(m, "held", (torch.int8, torch.int16)[k - 1])),
-    "a default's dict": lambda: _default({"a": 2.0}, lambda h, x: x * h["a"], lambda f, k: f.__defaults__[0].update(a=k)),
-    "a default's list": lambda: _default([2.0], lambda h, x: x * h[0], lambda f, k: f.__defaults__[0].__setitem__(0, k)),
-    "another default": lambda: _default(2.0, lambda h, x: x * h, lambda f, k: setattr(f, "__defaults__", (float(k),))),
+        torch.float32,
+        lambda h: 1 + h.itemsize,
+        lambda m, k: setattr(m, "held", (torch.int8, torch.int16)[k - 1]),
+    ),
+    "a default's dict": lambda: _default(
+        {"a": 2.0}, lambda h, x: x * h["a"], lambda f, k: f.__defaults__[0].update(a=k)
+    ),
+    "a default's list": lambda: _default(
+        [2.0], lambda h, x: x * h[0], lambda f, k: f.__defaults__[0].__setitem__(0, k)
+    ),
+    "another default": lambda: _default(
+        2.0, lambda h, x: x * h, lambda f, k: setattr(f, "__defaults__", (float(k),))
+    ),
     "a partial's dict": lambda: _in(
-        functools.partial(lambda x, c: x * c["a"], c={"a": 2.0}), lambda p, x: p(x), lambda p, k: p.keywords["c"].update(a=k)),
+        functools.partial(lambda x, c: x * c["a"], c={"a": 2.0}),
+        lambda p, x: p(x),
+        lambda p, k: p.keywords["c"].update(a=k),
+    ),
     "a partial's keyword": lambda: _in(
-        functools.partial(lambda x, c: x * c, c=2.0), lambda p, x: p(x), lambda p, k: p.keywords.update(c=k)),
+        functools.partial(lambda x, c: x * c, c=2.0),
+        lambda p, x: p(x),
+        lambda p, k: p.keywords.update(c=k),
+    ),
     "a partial's arguments": lambda: _in(
-        functools.partial(lambda c, x: x * c, 2.0), lambda p, x: p(x), lambda p, k: p.__setstate__((p.func, (k,), {}, {}))),
-    "a partial's attribute": lambda: _in(_attribute_of(functools.partial(torch.square)), _scaled, lambda p, k: setattr(p, "scale", k)),
+        functools.partial(lambda c, x: x * c, 2.0),
+        lambda p, x: p(x),
+        lambda p, k: p.__setstate__((p.func, (k,), {}, {})),
+    ),
+    "a partial's attribute": lambda: _in(
+        _attribute_of(functools.partial(torch.square)), _scaled, lambda p, k: setattr(p, "scale", k)
+    ),
     "a partial's attributes": lambda: _in(
-        _attribute_of(functools.partial(torch.square)), _scaled, lambda p, k: setattr(p, "__dict__", {"scale": float(k)})),
-    "a function's attributes": lambda: _in(_attribute_of(lambda x: -x), _scaled, lambda f, k: setattr(f, "__dict__", {"scale": k})),
-    "an object's class": lambda: _in(Number(2.0), lambda o, x: x * o.number(), lambda o, k: setattr(
-        o, "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k}))),
-    "an object's class, inside a list": lambda: _in([Number(2.0)], lambda c, x: x * c[0].number(), lambda c, k: setattr(
-        c[0], "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k}))),
-    "an object's dict": lambda: _in(Number(2.0), lambda o, x: x * o.value, lambda o, k: setattr(o, "__dict__", {"value": k})),
+        _attribute_of(functools.partial(torch.square)),
+        _scaled,
+        lambda p, k: setattr(p, "__dict__", {"scale": float(k)}),
+    ),
+    "a function's attributes": lambda: _in(
+        _attribute_of(lambda x: -x), _scaled, lambda f, k: setattr(f, "__dict__", {"scale": k})
+    ),
+    "an object's class": lambda: _in(
+        Number(2.0),
+        lambda o, x: x * o.number(),
+        lambda o, k: setattr(
+            o, "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k})
+        ),
+    ),
+    "an object's class, inside a list": lambda: _in(
+        [Number(2.0)],
+        lambda c, x: x * c[0].number(),
+        lambda c, k: setattr(
+            c[0], "__class__", type("Other", (Number,), {"number": lambda o: 5.0 + k})
+        ),
+    ),
+    "an object's dict": lambda: _in(
+        Number(2.0), lambda o, x: x * o.value, lambda o, k: setattr(o, "__dict__", {"value": k})
+    ),
     "a function's code": lambda: _in(
-        types.FunctionType(_code.__code__, globals()), lambda f, x: f(x),
-        lambda f, k: setattr(f, "__code__", [(lambda x: x * 3).__code__, (lambda x: x * 4).__code__][k - 1])),
+        types.FunctionType(_code.__code__, globals()),
+        lambda f, x: f(x),
+        lambda f, k: setattr(
+            f, "__code__", [(lambda x: x * 3).__code__, (lambda x: x * 4).__code__][k - 1]
+        ),
+    ),
     "an autograd.Function's number": lambda: _of_function("factor", float),
     "an autograd.Function's number, in its backward": lambda: _of_function("slope", float),
-    "an autograd.Function's backward": lambda: _of_function("backward", lambda k: staticmethod(lambda ctx, g: g * k)),
-    "what a forward hook reads": lambda: _hooked("register_forward_hook", lambda s: lambda m, args, out: out * s["scale"]),
-    "what a forward pre-hook reads": lambda: _hooked("register_forward_pre_hook", lambda s: lambda m, args: args[0] * s["scale"]),
-    "what a backward hook reads": lambda: _hooked("register_full_backward_hook", lambda s: lambda m, gs, _: (gs[0] * s["scale"],)),
-    "an attribute of a function": lambda: _in(_attribute_of_function, lambda f, x: f(x), lambda f, k: setattr(f, "scale", k)),
+    "an autograd.Function's backward": lambda: _of_function(
+        "backward", lambda k: staticmethod(lambda ctx, g: g * k)
+    ),
+    "what a forward hook reads": lambda: _hooked(
+        "register_forward_hook", lambda s: lambda m, args, out: out * s["scale"]
+    ),
+    "what a forward pre-hook reads": lambda: _hooked(
+        "register_forward_pre_hook", lambda s: lambda m, args: args[0] * s["scale"]
+    ),
+    "what a backward hook reads": lambda: _hooked(
+        "register_full_backward_hook", lambda s: lambda m, gs, _: (gs[0] * s["scale"],)
+    ),
+    "an attribute of a function": lambda: _in(
+        _attribute_of_function, lambda f, x: f(x), lambda f, k: setattr(f, "scale", k)
+    ),
     "a descriptor's number": lambda: _in(
-        type("C", (), {"scale": Computed()})(), lambda o, x: x * o.scale, lambda o, k: setattr(type(o).__dict__["scale"], "number", k)),
-    "a context variable": lambda: _in(contextvars.ContextVar("scale", default=2.0), lambda v, x: x * v.get(), lambda v, k: v.set(float(k))),
+        type("C", (), {"scale": Computed()})(),
+        lambda o, x: x * o.scale,
+        lambda o, k: setattr(type(o).__dict__["scale"], "number", k),
+    ),
+    "a context variable": lambda: _in(
+        contextvars.ContextVar("scale", default=2.0),
+        lambda v, x: x * v.get(),
+        lambda v, k: v.set(float(k)),
+    ),
     "what a weak reference gives": lambda: _referred(Number(2.0)),
     "a metaclass's number": lambda: _in(
-        type("Meta", (type,), {"scale": 2.0})("C", (), {}), lambda c, x: x * c.scale, lambda c, k: setattr(type(c), "scale", k)),
-    "the size of a deque": lambda: _held(collections.deque([2.0], 3), lambda h: h.maxlen, lambda m, k: setattr(
-        m, "held", collections.deque([2.0], 3 + k))),
+        type("Meta", (type,), {"scale": 2.0})("C", (), {}),
+        lambda c, x: x * c.scale,
+        lambda c, k: setattr(type(c), "scale", k),
+    ),
+    "the size of a deque": lambda: _held(
+        collections.deque([2.0], 3),
+        lambda h: h.maxlen,
+        lambda m, k: setattr(m, "held", collections.deque([2.0], 3 + k)),
+    ),
     "a defaultdict's function": lambda: _in(
-        collections.defaultdict(lambda: 2.0), lambda d, x: x * d.default_factory(), lambda d, k: setattr(d, "default_factory", lambda: k)),
+        collections.defaultdict(lambda: 2.0),
+        lambda d, x: x * d.default_factory(),
+        lambda d, k: setattr(d, "default_factory", lambda: k),
+    ),
     "a ChainMap's first dict": lambda: _in(
-        collections.ChainMap({}, {"a": 2.0}), lambda d, x: x * d["a"], lambda d, k: d.maps[0].update(a=k)),
+        collections.ChainMap({}, {"a": 2.0}),
+        lambda d, x: x * d["a"],
+        lambda d, k: d.maps[0].update(a=k),
+    ),
     "a UserList's tensor": lambda: _in(
-        collections.UserList([torch.ones(3)]), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, torch.ones(3) * k)),
-    "a view of a dict": lambda: (lambda d: (lambda x, v=types.MappingProxyType(d): x * v["a"], lambda k: d.update(a=k)))({"a": 2.0}),
+        collections.UserList([torch.ones(3)]),
+        lambda d, x: x * d[0],
+        lambda d, k: d.__setitem__(0, torch.ones(3) * k),
+    ),
+    "a view of a dict": lambda: (
+        lambda d: (lambda x, v=types.MappingProxyType(d): x * v["a"], lambda k: d.update(a=k))
+    )({"a": 2.0}),
     "an attribute of a dict": lambda: _in(
-        type("D", (dict,), {"scale": 2.0})(a=2.0), lambda d, x: x * d.scale * d["a"], lambda d, k: setattr(d, "scale", k)),
+        type("D", (dict,), {"scale": 2.0})(a=2.0),
+        lambda d, x: x * d.scale * d["a"],
+        lambda d, k: setattr(d, "scale", k),
+    ),
     "an entry of a dict with a class": lambda: _in(
-        type("D", (dict,), {"scale": 2.0})(a=2.0), lambda d, x: x * d.scale * d["a"], lambda d, k: d.update(a=k)),
+        type("D", (dict,), {"scale": 2.0})(a=2.0),
+        lambda d, x: x * d.scale * d["a"],
+        lambda d, k: d.update(a=k),
+    ),
     "what a dict gives for a key that it lacks": lambda: _in(
-        type("D", (dict,), {"__missing__": lambda d, k: d.scale, "scale": 2.0})(), lambda d, x: x * d["a"],
-        lambda d, k: setattr(d, "scale", k)),
+        type("D", (dict,), {"__missing__": lambda d, k: d.scale, "scale": 2.0})(),
+        lambda d, x: x * d["a"],
+        lambda d, k: setattr(d, "scale", k),
+    ),
     "an attribute of a list": lambda: _in(
-        type("L", (list,), {"scale": 2.0})([torch.ones(3)]), lambda d, x: x * d.scale * d[0], lambda d, k: setattr(d, "scale", k)),
+        type("L", (list,), {"scale": 2.0})([torch.ones(3)]),
+        lambda d, x: x * d.scale * d[0],
+        lambda d, k: setattr(d, "scale", k),
+    ),
     "an attribute of a string": lambda: _in(
-        type("S", (str,), {"scale": 2.0})("a"), lambda d, x: x * d.scale, lambda d, k: setattr(d, "scale", k)),
+        type("S", (str,), {"scale": 2.0})("a"),
+        lambda d, x: x * d.scale,
+        lambda d, k: setattr(d, "scale", k),
+    ),
     "the order of tensors in a dict": lambda: _in(
-        {"a": torch.ones(3), "b": torch.zeros(3)}, lambda d, x: x * next(iter(d.values())), lambda d, k: d.update(a=d.pop("a"))),
+        {"a": torch.ones(3), "b": torch.zeros(3)},
+        lambda d, x: x * next(iter(d.values())),
+        lambda d, k: d.update(a=d.pop("a")),
+    ),
     "another tensor in a set": lambda: _in(
-        {torch.ones(3)}, lambda d, x: x * sum(d), lambda d, k: (d.pop(), d.add(torch.ones(3) * k))),
+        {torch.ones(3)}, lambda d, x: x * sum(d), lambda d, k: (d.pop(), d.add(torch.ones(3) * k))
+    ),
     "an object in a set": lambda: _in(
-        {Number(2.0)}, lambda d, x: x * sum(o.value for o in d), lambda d, k: setattr(next(iter(d)), "value", k)),
+        {Number(2.0)},
+        lambda d, x: x * sum(o.value for o in d),
+        lambda d, k: setattr(next(iter(d)), "value", k),
+    ),
     "an object that is a key": lambda: _in(
-        {Number(2.0): 1}, lambda d, x: x * next(iter(d)).value, lambda d, k: setattr(next(iter(d)), "value", k)),
-    "another tuple of tensors": lambda: _cell(lambda k: (torch.ones(3) * (k + 1), 2.0), lambda h, x: x * h[0] * h[1]),
-    "a bytearray": lambda: _in(bytearray(b"ab"), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
-    "an array of Python's": lambda: _in(array.array("d", [2.0]), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
+        {Number(2.0): 1},
+        lambda d, x: x * next(iter(d)).value,
+        lambda d, k: setattr(next(iter(d)), "value", k),
+    ),
+    "another tuple of tensors": lambda: _cell(
+        lambda k: (torch.ones(3) * (k + 1), 2.0), lambda h, x: x * h[0] * h[1]
+    ),
+    "a bytearray": lambda: _in(
+        bytearray(b"ab"), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)
+    ),
+    "an array of Python's": lambda: _in(
+        array.array("d", [2.0]), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)
+    ),
     "a numpy array of objects": lambda: _in(
-        np.array([2.0, None], object), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)),
+        np.array([2.0, None], object), lambda d, x: x * d[0], lambda d, k: d.__setitem__(0, k)
+    ),
     "a numpy array of another order": lambda: _held(
-        np.ones((2, 3)), lambda h: h.strides[0], lambda m, k: setattr(m, "held", np.asfortranarray(m.held))),
-    "an object that is found first where it is not read": lambda: (lambda n: _in(
-        types.SimpleNamespace(unused=n, used=n), lambda o, x: x * o.used.value, lambda o, k: setattr(o.used, "value", k)))(Number(2.0)),
-    "a list that is found first where it is not read": lambda: (lambda c: _in(
-        types.SimpleNamespace(unused=c, used=c), lambda o, x: x * sum(o.used), lambda o, k: c.append(torch.ones(3))))([torch.ones(3)]),
-    "an object that is found first where it is deep": lambda: (lambda n: _in(
-        [[[[n]]], n], lambda c, x: x * c[1].value["a"][0], lambda c, k: n.value["a"].__setitem__(0, k)))(Number({"a": [2.0]})),
+        np.ones((2, 3)),
+        lambda h: h.strides[0],
+        lambda m, k: setattr(m, "held", np.asfortranarray(m.held)),
+    ),
+    "an object that is found first where it is not read": lambda: (
+        lambda n: _in(
+            types.SimpleNamespace(unused=n, used=n),
+            lambda o, x: x * o.used.value,
+            lambda o, k: setattr(o.used, "value", k),
+        )
+    )(Number(2.0)),
+    "a list that is found first where it is not read": lambda: (
+        lambda c: _in(
+            types.SimpleNamespace(unused=c, used=c),
+            lambda o, x: x * sum(o.used),
+            lambda o, k: c.append(torch.ones(3)),
+        )
+    )([torch.ones(3)]),
+    "an object that is found first where it is deep": lambda: (
+        lambda n: _in(
+            [[[[n]]], n],
+            lambda c, x: x * c[1].value["a"][0],
+            lambda c, k: n.value["a"].__setitem__(0, k),
+        )
+    )(Number({"a": [2.0]})),
     "what singledispatch calls": lambda: _in(
-        functools.singledispatch(lambda o, x: x), lambda f, x: f(1, x), lambda f, k: f.register(int, lambda o, x: x * k)),
+        functools.singledispatch(lambda o, x: x),
+        lambda f, x: f(1, x),
+        lambda f, k: f.register(int, lambda o, x: x * k),
+    ),
     "a slot beside attributes": lambda: _in(
-        type("Child", (Slots,), {})(), lambda o, x: x * o.w, lambda o, k: setattr(o, "w", k)),
+        type("Child", (Slots,), {})(), lambda o, x: x * o.w, lambda o, k: setattr(o, "w", k)
+    ),
     "a slot with a private name": lambda: _in(
-        type("C", (), {"__slots__": ("_C__value", "__weakref__")})(), lambda o, x: x * getattr(o, "_C__value", 5), lambda o, k: setattr(
-            o, "_C__value", k)),
-    "a number that a cached property reads": lambda: (lambda C: _in(
-        C(2.0), lambda o, x: x * o.twice, lambda o, k: (setattr(o, "value", k), o.__dict__.pop("twice", None))))(_Cached),
-    "what a partialmethod calls": lambda: _in(_Cached(2.0), lambda o, x: o.thrice(x), lambda o, k: setattr(o, "value", k)),
+        type("C", (), {"__slots__": ("_C__value", "__weakref__")})(),
+        lambda o, x: x * getattr(o, "_C__value", 5),
+        lambda o, k: setattr(o, "_C__value", k),
+    ),
+    "a number that a cached property reads": lambda: (
+        lambda C: _in(
+            C(2.0),
+            lambda o, x: x * o.twice,
+            lambda o, k: (setattr(o, "value", k), o.__dict__.pop("twice", None)),
+        )
+    )(_Cached),
+    "what a partialmethod calls": lambda: _in(
+        _Cached(2.0), lambda o, x: o.thrice(x), lambda o, k: setattr(o, "value", k)
+    ),
     "a list of a partialmethod": lambda: _in(
-        _Cached(2.0), lambda o, x: o.thrice(x), lambda o, k: type(o).__dict__["thrice"].keywords["by"].append(k)),
-    "a number that a singledispatchmethod reads": lambda: _in(_Cached(2.0), lambda o, x: o.sent(x), lambda o, k: setattr(o, "value", k)),
+        _Cached(2.0),
+        lambda o, x: o.thrice(x),
+        lambda o, k: type(o).__dict__["thrice"].keywords["by"].append(k),
+    ),
+    "a number that a singledispatchmethod reads": lambda: _in(
+        _Cached(2.0), lambda o, x: o.sent(x), lambda o, k: setattr(o, "value", k)
+    ),
     "a method of a class that an object hides": lambda: _in(
-        OfClass(), lambda o, x: o.by_method(x), lambda o, k: setattr(o, "factor", lambda: k)),
+        OfClass(), lambda o, x: o.by_method(x), lambda o, k: setattr(o, "factor", lambda: k)
+    ),
     "an attribute that __getattr__ gave": lambda: _in(
-        type("C", (), {"__getattr__": lambda o, n: 2.0})(), lambda o, x: x * o.scale, lambda o, k: setattr(o, "scale", k)),
+        type("C", (), {"__getattr__": lambda o, n: 2.0})(),
+        lambda o, x: x * o.scale,
+        lambda o, k: setattr(o, "scale", k),
+    ),
     "an attribute that was not there, by a name that is computed": lambda: _in(
-        Number(2.0), lambda o, x: x * getattr(o, "{}re".format("mo"), 5), lambda o, k: setattr(o, "more", k)),
+        Number(2.0),
+        lambda o, x: x * getattr(o, "{}re".format("mo"), 5),
+        lambda o, k: setattr(o, "more", k),
+    ),
     "an attribute by a name that a method gives": lambda: _in(
-        Number(2.0), lambda o, x: x * getattr(o, "{}ue".format("val")), lambda o, k: setattr(o, "value", k)),
-    "an attribute by an attrgetter": lambda: (lambda g: _in(Number(2.0), lambda o, x: x * g(o), lambda o, k: setattr(o, "value", k)))(
-        operator.attrgetter("value")),
+        Number(2.0),
+        lambda o, x: x * getattr(o, "{}ue".format("val")),
+        lambda o, k: setattr(o, "value", k),
+    ),
+    "an attribute by an attrgetter": lambda: (
+        lambda g: _in(Number(2.0), lambda o, x: x * g(o), lambda o, k: setattr(o, "value", k))
+    )(operator.attrgetter("value")),
     "a variable that is not bound": lambda: _unbound(),
-    "a Python module that the function imports": lambda: _in(0, _importing, lambda _, k: setattr(_Settings, "scale", k)),
+    "a Python module that the function imports": lambda: _in(
+        0, _importing, lambda _, k: setattr(_Settings, "scale", k)
+    ),
     "a distribution's tensor": lambda: _in(
-        torch.distributions.Normal(torch.zeros(3), torch.ones(3)), lambda d, x: d.log_prob(x),
-        lambda d, k: setattr(d, "loc", torch.ones(3) * k)),
+        torch.distributions.Normal(torch.zeros(3), torch.ones(3)),
+        lambda d, x: d.log_prob(x),
+        lambda d, k: setattr(d, "loc", torch.ones(3) * k),
+    ),
     "an optimizer's number": lambda: _in(
-        torch.optim.SGD([torch.ones(3)], lr=2.0), lambda o, x: x * o.param_groups[0]["lr"], lambda o, k: o.param_groups[0].update(lr=k)),
-    "a Python module's number": lambda: _in(_Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)),
-}  # fmt: skip
+        torch.optim.SGD([torch.ones(3)], lr=2.0),
+        lambda o, x: x * o.param_groups[0]["lr"],
+        lambda o, k: o.param_groups[0].update(lr=k),
+    ),
+    "a Python module's number": lambda: _in(
+        _Settings, lambda m, x: x * m.scale, lambda m, k: setattr(m, "scale", k)
+    ),
+}
 
 
 REBOUND: dict[str, tuple[Callable[[int], Any], Use]] = {
-    "number": (float, lambda h, x: x * h), "tensor": (lambda k: torch.ones(3) * k, lambda h, x: x * h),
-    "module": (linear, lambda h, x: h(x)), "object": (Number, lambda h, x: x * h.value), "list": (lambda k: [k], lambda h, x: x * h[0]),
-    "function": (lambda k: lambda x: x * k, lambda h, x: h(x)), "function in C": (_FUNCTIONS.__getitem__, lambda h, x: h(x)),
-    "partial": (lambda k: functools.partial(torch.mul, other=k), lambda h, x: h(x)), "string": (str, lambda h, x: x * int(h)),
-}  # fmt: skip
+    "number": (float, lambda h, x: x * h),
+    "tensor": (lambda k: torch.ones(3) * k, lambda h, x: x * h),
+    "module": (linear, lambda h, x: h(x)),
+    "object": (Number, lambda h, x: x * h.value),
+    "list": (lambda k: [k], lambda h, x: x * h[0]),
+    "function": (lambda k: lambda x: x * k, lambda h, x: h(x)),
+    "function in C": (_FUNCTIONS.__getitem__, lambda h, x: h(x)),
+    "partial": (lambda k: functools.partial(torch.mul, other=k), lambda h, x: h(x)),
+    "string": (str, lambda h, x: x * int(h)),
+}
 
 
 VALUES: dict[str, Callable[[], tuple[Callable[..., Any], Callable[[int], Any]]]] = {
-    **READ, **{f"another {what}{v.__name__}": functools.partial(v, *REBOUND[what]) for v in (_cell, _global_variable) for what in REBOUND},
-}  # fmt: skip
+    **READ,
+    **{
+        f"another {what}{v.__name__}": functools.partial(v, *REBOUND[what])
+        for v in (_cell, _global_variable)
+        for what in REBOUND
+    },
+}
 
 
 def _pulled(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -668,7 +939,12 @@ def _pulled(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch
 
 
 #: A way to call a function: (what is made of it once, how that is called, the truth).
-CALLED: dict[str, tuple[Callable[[Any], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any, torch.Tensor], Any]]] = {
+CALLED: dict[
+    str,
+    tuple[
+        Callable[[Any], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any, torch.Tensor], Any]
+    ],
+] = {
     "jit": (jit, lambda f, x: f(x), lambda f, x: f(x)),
     "jit of vmap": (lambda f: jit(vmap(f)), lambda f, x: f(x), lambda f, x: f(x)),
     "jit of grad": (lambda f: jit(grad(lambda x: f(x).sum())), lambda f, x: f(x), _pulled),
@@ -686,7 +962,10 @@ def _products() -> list[Any]:
     for i, name in enumerate(VALUES):
         others = [(way, shapes) for way in CALLED for shapes in SHAPES]
         for k, (way, shapes) in enumerate(others):
-            fast = k == 0 or k in (1 + i % (len(others) - 1), 1 + (i + len(others) // 2) % (len(others) - 1))
+            fast = k == 0 or k in (
+                1 + i % (len(others) - 1),
+                1 + (i + len(others) // 2) % (len(others) - 1),
+            )
             found.append(pytest.param(name, way, shapes, marks=() if fast else pytest.mark.slow))
     return found
 
@@ -707,10 +986,12 @@ def test_a_python_value_that_changes(name: str, way: str, shapes: str) -> None:
 
 
 REFERENTS: dict[str, tuple[Callable[[], Any], Use]] = {
-    "an object": (lambda: Number(2.0), lambda r, x: x * r.value), "a tensor": (lambda: torch.full((3,), 2.0), lambda r, x: x * r),
-    "a module": (linear, lambda r, x: r(x)), "a set": (lambda: {2.0, 3.0}, lambda r, x: x * len(r)),
+    "an object": (lambda: Number(2.0), lambda r, x: x * r.value),
+    "a tensor": (lambda: torch.full((3,), 2.0), lambda r, x: x * r),
+    "a module": (linear, lambda r, x: r(x)),
+    "a set": (lambda: {2.0, 3.0}, lambda r, x: x * len(r)),
     "a method": (lambda: OfClass().by_type, lambda r, x: r(x)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFERENTS)
@@ -732,7 +1013,10 @@ def test_a_weak_reference_keeps_nothing_alive_and_is_looked_at_when_it_dies(name
     assert reference() is None
     same(compiled(X), X - 5)
     assert len(compiled.programs()) == 2
-    assert "whether the referent of a weak reference is dead was False and now is True" in compiled.programs()[0].why
+    assert (
+        "whether the referent of a weak reference is dead was False and now is True"
+        in compiled.programs()[0].why
+    )
 
 
 def _variable(t: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
@@ -744,11 +1028,20 @@ def _variable(t: torch.Tensor) -> tuple[Callable[[], torch.Tensor], Callable[[to
 
 
 #: A place of a tensor: how it is read there, and how another tensor is put there.
-PLACES: dict[str, Callable[[torch.Tensor], tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]] = {
+PLACES: dict[
+    str, Callable[[torch.Tensor], tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]]
+] = {
     "a variable": _variable,
-    "an attribute": lambda t: (o := types.SimpleNamespace(one=t)) and (lambda: o.one, lambda new: setattr(o, "one", new)),
-    "another attribute": lambda t: (o := types.SimpleNamespace(another=t)) and (lambda: o.another, lambda new: setattr(o, "another", new)),
-    "an entry of a list": lambda t: (c := [t]) and (lambda: c[0], lambda new: c.__setitem__(0, new)),
+    "an attribute": lambda t: (
+        (o := types.SimpleNamespace(one=t)) and (lambda: o.one, lambda new: setattr(o, "one", new))
+    ),
+    "another attribute": lambda t: (
+        (o := types.SimpleNamespace(another=t))
+        and (lambda: o.another, lambda new: setattr(o, "another", new))
+    ),
+    "an entry of a list": lambda t: (
+        (c := [t]) and (lambda: c[0], lambda new: c.__setitem__(0, new))
+    ),
 }
 
 
@@ -794,7 +1087,7 @@ def test_equal_values_and_values_of_others_cost_no_programs() -> None:
     assert counter.value == 4
 
 
-# -- PyTorch's ambient state ------------------------------------------------------------------------------------------------------------
+# -- PyTorch's ambient state -----------------------------------------------------------------------
 @contextlib.contextmanager
 def setting(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
     before = get()
@@ -824,10 +1117,18 @@ def _state(x: torch.Tensor) -> Any:
     """A function whose results show each state."""
     layer = _LAYER(x)
     return (
-        layer.dtype, torch.ones(2).dtype, torch.ones(2).device, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), layer.double(), torch.sin(x).double(),
-        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-    )  # fmt: skip
+        layer.dtype,
+        torch.ones(2).dtype,
+        torch.ones(2).device,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        layer.double(),
+        torch.sin(x).double(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+    )
 
 
 _LAYER = linear()
@@ -837,21 +1138,36 @@ STATES: dict[str, Callable[[], Any]] = {
     "autocast float16": lambda: torch.autocast("cpu", torch.float16),
     "autocast off": lambda: torch.autocast("cpu", enabled=False),
     "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
-    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default dtype": lambda: setting(
+        torch.get_default_dtype, torch.set_default_dtype, torch.float64
+    ),
     "default device": lambda: torch.device("meta"),
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
-    "deterministic": lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-    "matmul precision": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "deterministic": lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "matmul precision": lambda: setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
     "torch function mode": TenTimes,
-    "global forward hook": lambda: global_hook(nn.modules.module.register_module_forward_hook, lambda *a: a[2] * 10),
-    "global forward pre-hook": lambda: global_hook(nn.modules.module.register_module_forward_pre_hook, lambda _, args: (args[0] * 10,)),
+    "global forward hook": lambda: global_hook(
+        nn.modules.module.register_module_forward_hook, lambda *a: a[2] * 10
+    ),
+    "global forward pre-hook": lambda: global_hook(
+        nn.modules.module.register_module_forward_pre_hook, lambda _, args: (args[0] * 10,)
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pytest.param(a, b, marks=() if a == "nothing" else pytest.mark.slow) for a in STATES for b in STATES if a < b or a == "nothing"],
+    [
+        pytest.param(a, b, marks=() if a == "nothing" else pytest.mark.slow)
+        for a in STATES
+        for b in STATES
+        if a < b or a == "nothing"
+    ],
 )
 def test_states_around_the_call(first: str, second: str) -> None:
     fn = jit(_state)
@@ -860,21 +1176,32 @@ def test_states_around_the_call(first: str, second: str) -> None:
             with torch.device("meta"):
                 assert jit(lambda x: x + torch.ones(3, device="cpu"))(X).device.type == "cpu"
             continue
-        with STATES[name](), torch.no_grad() if name == "inference mode" else contextlib.nullcontext():
+        with (
+            STATES[name](),
+            torch.no_grad() if name == "inference mode" else contextlib.nullcontext(),
+        ):
             mine, theirs = fn(X), _state(X)
-        same([m.detach() if isinstance(m, torch.Tensor) else m for m in mine],
-             [t.detach() if isinstance(t, torch.Tensor) else t for t in theirs], rtol=1e-2, atol=1e-2)  # fmt: skip
+        same(
+            [m.detach() if isinstance(m, torch.Tensor) else m for m in mine],
+            [t.detach() if isinstance(t, torch.Tensor) else t for t in theirs],
+            rtol=1e-2,
+            atol=1e-2,
+        )
 
 
 def test_default_device_is_part_of_the_key() -> None:
     fn = jit(lambda x: (x + 1, torch.ones(2).device.type))
     for device, expected in ((None, "cpu"), ("meta", "meta"), (None, "cpu"), ("meta", "meta")):
-        refused = contextlib.suppress(TypeError, RuntimeError, NotImplementedError) if device else contextlib.nullcontext()
+        refused = (
+            contextlib.suppress(TypeError, RuntimeError, NotImplementedError)
+            if device
+            else contextlib.nullcontext()
+        )
         with torch.device(device) if device else contextlib.nullcontext(), refused:
             assert fn(X)[1] == expected
 
 
-# -- autocast ---------------------------------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 def trained(step: Callable[..., Any], first_in_torch: bool, steps: int = 40) -> tuple[float, float]:
     """First and last loss of a layer trained in autocast."""
     torch.manual_seed(0)
@@ -899,7 +1226,11 @@ def trained(step: Callable[..., Any], first_in_torch: bool, steps: int = 40) -> 
 @pytest.mark.parametrize("first_in_torch", [False, True])
 @pytest.mark.parametrize("how", ["module", "captured", "jit of vmap"])
 def test_training_in_an_autocast_block(how: str, first_in_torch: bool) -> None:
-    ways: dict[str, Any] = {"module": jit, "captured": lambda m: jit(lambda x: m(x)), "jit of vmap": lambda m: jit(vmap(m))}
+    ways: dict[str, Any] = {
+        "module": jit,
+        "captured": lambda m: jit(lambda x: m(x)),
+        "jit of vmap": lambda m: jit(vmap(m)),
+    }
     start, end = trained(ways[how], first_in_torch)
     expected_start, expected_end = trained(lambda m: m, first_in_torch)
     assert abs(start - expected_start) < 0.02 * expected_start
@@ -907,10 +1238,12 @@ def test_training_in_an_autocast_block(how: str, first_in_torch: bool) -> None:
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "vmap": vmap, "grad": lambda f: grad(lambda x: f(x).float().sum()), "jit": jit,
+    "vmap": vmap,
+    "grad": lambda f: grad(lambda x: f(x).float().sum()),
+    "jit": jit,
     "jit of grad": lambda f: jit(grad(lambda x: f(x).float().sum())),
     "jvp": lambda f: lambda x: jvp(f, (x,), (x,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -930,10 +1263,16 @@ def test_autocast_goes_on_as_it_was(name: str, cache: bool) -> None:
 
 
 WITHIN: dict[str, Callable[[Any, nn.Linear, torch.Tensor], torch.Tensor]] = {
-    "grad, then the layer": lambda T, layer, x: T.grad(lambda v: layer(v).sum())(x).sum() + layer(x).sum(),
+    "grad, then the layer": lambda T, layer, x: (
+        T.grad(lambda v: layer(v).sum())(x).sum() + layer(x).sum()
+    ),
     "vmap, then the layer": lambda T, layer, x: T.vmap(layer)(x).sum() + layer(x).sum(),
-    "grad of vmap and the layer": lambda T, layer, x: T.grad(lambda v: (T.vmap(layer)(v).sum() + layer(v).sum()).float())(x),
-    "jvp, then vmap": lambda T, layer, x: T.jvp(layer, (x,), (x,))[1].sum() + T.vmap(layer)(x).sum(),
+    "grad of vmap and the layer": lambda T, layer, x: T.grad(
+        lambda v: (T.vmap(layer)(v).sum() + layer(v).sum()).float()
+    )(x),
+    "jvp, then vmap": lambda T, layer, x: (
+        T.jvp(layer, (x,), (x,))[1].sum() + T.vmap(layer)(x).sum()
+    ),
 }
 
 
@@ -950,7 +1289,12 @@ def test_no_cast_weight_of_one_level_is_met_in_another(name: str, jitted: bool) 
         with torch.autocast("cpu"):
             return layer.weight.grad, layer(X)  # type: ignore[return-value]
 
-    same(run(torchfunc_jax, jit if jitted else lambda f: f), run(torch.func, lambda f: f), rtol=0.02, atol=0.05)
+    same(
+        run(torchfunc_jax, jit if jitted else lambda f: f),
+        run(torch.func, lambda f: f),
+        rtol=0.02,
+        atol=0.05,
+    )
 
 
 def test_autocast_is_in_the_key() -> None:
@@ -963,7 +1307,7 @@ def test_autocast_is_in_the_key() -> None:
     assert len(fn.programs()) == 3
 
 
-# -- memory that inputs share -----------------------------------------------------------------------------------------------------------
+# -- memory that inputs share ----------------------------------------------------------------------
 def _shift(a: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     a.add_(1)
     return c * 10
@@ -1004,10 +1348,11 @@ def test_inputs_that_share_memory(fn: Any, name: str, kept: str) -> None:
     module = nn.Module()
     module.a, module.c = a, c
     compiled: Callable[[], Any] = {
-        "passed": (lambda f: lambda: f(a, c))(jit(fn)), "captured": jit(lambda: fn(a, c)),
+        "passed": (lambda f: lambda: f(a, c))(jit(fn)),
+        "captured": jit(lambda: fn(a, c)),
         "in a module": jit(lambda: fn(module.a, module.c)),
         "one captured": (lambda f: lambda: f(c))(jit(lambda c: fn(a, c))),
-    }[kept]  # fmt: skip
+    }[kept]
     for _ in range(3):
         try:
             expected = fn(expected_a, expected_c)
@@ -1019,17 +1364,23 @@ def test_inputs_that_share_memory(fn: Any, name: str, kept: str) -> None:
         same(mine, theirs)
 
 
-#: torch.func's transforms.  Its functionalize does not see that two tensors share memory, and gives other numbers than the function, which
-#: are right as well: a function that cannot be recorded may be functionalized by torch.func.
-PLAIN = types.SimpleNamespace(functionalize=lambda f: f, **{name: getattr(torch.func, name) for name in ("grad", "jvp", "vmap")})
+#: torch.func's transforms. Its functionalize does not see that two tensors share memory, and gives
+#: other numbers than the function, which are right as well: a function that cannot be recorded may
+#: be functionalized by torch.func.
+PLAIN = types.SimpleNamespace(
+    functionalize=lambda f: f,
+    **{name: getattr(torch.func, name) for name in ("grad", "jvp", "vmap")},
+)
 
 UNJITTED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
-    "vmap": lambda T, f: T.vmap(f), "functionalize": lambda T, f: T.functionalize(f),
+    "vmap": lambda T, f: T.vmap(f),
+    "functionalize": lambda T, f: T.functionalize(f),
     "jvp": lambda T, f: lambda a, c: T.jvp(f, (a, c), (torch.ones_like(a), torch.ones_like(c))),
-    "grad": lambda T, f: T.grad(lambda a, c: f(a * 1, c).sum()), "vmap inside": lambda T, f: T.functionalize(lambda a, c: T.vmap(f)(a, c)),
+    "grad": lambda T, f: T.grad(lambda a, c: f(a * 1, c).sum()),
+    "vmap inside": lambda T, f: T.functionalize(lambda a, c: T.vmap(f)(a, c)),
     "captured": lambda T, f: lambda a, c: T.vmap(lambda s: f(a, c) * s)(torch.ones(2)),
     "one captured": lambda T, f: lambda a, c: T.functionalize(lambda c: f(a, c))(c),
-}  # fmt: skip
+}
 
 
 @pytest.mark.thin(4)
@@ -1037,7 +1388,9 @@ UNJITTED: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", [n for n in SHARED if n not in ("its transpose", "expanded")])
 @pytest.mark.parametrize("fn", [_shift, _both], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", UNJITTED)
-def test_inputs_of_a_transform_that_share_memory(way: str, fn: Any, name: str, requires_grad: bool) -> None:
+def test_inputs_of_a_transform_that_share_memory(
+    way: str, fn: Any, name: str, requires_grad: bool
+) -> None:
     def results(transforms: Any) -> list[torch.Tensor] | Exception:
         memory, weight = torch.arange(6.0), torch.ones(1, requires_grad=requires_grad)
         a, c = SHARED["the same tensor" if name == "a view of it" else name](memory)
@@ -1050,11 +1403,18 @@ def test_inputs_of_a_transform_that_share_memory(way: str, fn: Any, name: str, r
 
     mine, expected = results(torchfunc_jax), [results(PLAIN), results(torch.func)]
     if isinstance(mine, Exception):  # never another number
-        assert name not in ("every second", "apart", "other memory") or isinstance(expected[0], Exception), mine
+        assert name not in ("every second", "apart", "other memory") or isinstance(
+            expected[0], Exception
+        ), mine
         return
-    _one_of(torch.cat([t.detach().flatten() for t in mine]), [
-        torch.cat([t.detach().flatten() for t in each]) for each in expected if not isinstance(each, Exception)
-    ])  # fmt: skip
+    _one_of(
+        torch.cat([t.detach().flatten() for t in mine]),
+        [
+            torch.cat([t.detach().flatten() for t in each])
+            for each in expected
+            if not isinstance(each, Exception)
+        ],
+    )
 
 
 def _one_of(mine: torch.Tensor, expected: list[torch.Tensor]) -> None:
@@ -1066,13 +1426,17 @@ INSIDE: dict[str, Callable[[Any, Any, torch.Tensor, torch.Tensor], Any]] = {
     "first captured": lambda T, f, a, c: T.functionalize(lambda c: f(a, c))(c),
     "jvp": lambda T, f, a, c: T.jvp(lambda a: f(a, c), (a,), (torch.ones_like(a),))[0],
     "vmap": lambda T, f, a, c: T.vmap(lambda a: f(a, c))(a[None])[0],
-    "two levels": lambda T, f, a, c: T.vmap(lambda a: T.functionalize(lambda: f(a, c))())(a[None])[0],
+    "two levels": lambda T, f, a, c: T.vmap(lambda a: T.functionalize(lambda: f(a, c))())(a[None])[
+        0
+    ],
 }
 
 
 #: What is around the transform.
 OUTER: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
-    "functionalize": torchfunc_jax.functionalize, "jit": jit, "vmap": lambda f: lambda x: torchfunc_jax.vmap(f)(x[None])[0],
+    "functionalize": torchfunc_jax.functionalize,
+    "jit": jit,
+    "vmap": lambda f: lambda x: torchfunc_jax.vmap(f)(x[None])[0],
 }
 
 
@@ -1138,7 +1502,9 @@ STRIDED: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], to
 }
 
 
-@pytest.mark.parametrize("how", ["passed", "captured", "after a whole one", "vmap inside", "grad", "un-jitted"])
+@pytest.mark.parametrize(
+    "how", ["passed", "captured", "after a whole one", "vmap inside", "grad", "un-jitted"]
+)
 @pytest.mark.parametrize("name", STRIDED)
 def test_as_strided(name: str, how: str) -> None:
     make, fn = STRIDED[name]
@@ -1162,7 +1528,8 @@ def test_as_strided(name: str, how: str) -> None:
     else:
         try:
             if how == "grad":
-                if name == "a view inside":  # PyTorch's own formula leaves out what lies outside of the view
+                # PyTorch's own formula leaves out what lies outside of the view
+                if name == "a view inside":
                     return
                 (g,) = torch.autograd.grad(fn(x.requires_grad_()).sum(), x)
                 same(grad(lambda t: fn(t).sum())(x.detach()), g)
@@ -1176,7 +1543,7 @@ def test_as_strided(name: str, how: str) -> None:
         same(out, expected)
 
 
-# -- what is asked of tensors beside their values ---------------------------------------------------------------------------------------
+# -- what is asked of tensors beside their values --------------------------------------------------
 def _stepped(w: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return w * 2 if w.grad is None else w - 0.1 * w.grad
@@ -1190,11 +1557,19 @@ def _remarked(w: torch.Tensor) -> torch.Tensor:
     return w.detach() * w.scale * w.mask  # type: ignore[attr-defined]  # set by the test
 
 
-ASKED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, int], Any]]] = {
+ASKED: dict[
+    str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, int], Any]]
+] = {
     "gradients": (_stepped, lambda w, k: setattr(w, "grad", None if k == 2 else torch.ones(3) * k)),
-    "gradients to come": (_stepped, lambda w, k: setattr(w, "grad", torch.ones(3) * k if k else None)),
+    "gradients to come": (
+        _stepped,
+        lambda w, k: setattr(w, "grad", torch.ones(3) * k if k else None),
+    ),
     "requires_grad": (_branching, lambda w, k: w.requires_grad_(k % 2 == 0)),
-    "attributes": (_remarked, lambda w, k: (setattr(w, "scale", k), setattr(w, "mask", torch.ones(3) + k))),
+    "attributes": (
+        _remarked,
+        lambda w, k: (setattr(w, "scale", k), setattr(w, "mask", torch.ones(3) + k)),
+    ),
 }
 
 
@@ -1229,31 +1604,48 @@ def test_a_tensor_that_is_also_the_object_of_a_method(method: str) -> None:
         same(compiled(torch.zeros(2)), held.method(held.factor))
 
 
-# -- captured tensors whose values the function asks for ----------------------------------------------------------------------------------
+# -- captured tensors whose values the function asks for -------------------------------------------
 #: What a function of a vector does with (a mask, times) that it captures.
 BY_VALUE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "a mask": lambda x, mask, _: x[mask].exp().sum() * x, "a part of a mask": lambda x, mask, _: x[:2][mask[:2]].sum() + x,
-    "nonzero": lambda x, mask, _: x[mask.nonzero()[:, 0]].sum() - x, "the opposite mask": lambda x, mask, _: x[~mask].sum() * x,
-    "written": lambda x, mask, _: (lambda y: (y.__setitem__(mask, 2.0), y)[1])(x * 1.0), "item": lambda x, _, times: x * times[1].item(),
+    "a mask": lambda x, mask, _: x[mask].exp().sum() * x,
+    "a part of a mask": lambda x, mask, _: x[:2][mask[:2]].sum() + x,
+    "nonzero": lambda x, mask, _: x[mask.nonzero()[:, 0]].sum() - x,
+    "the opposite mask": lambda x, mask, _: x[~mask].sum() * x,
+    "written": lambda x, mask, _: (lambda y: (y.__setitem__(mask, 2.0), y)[1])(x * 1.0),
+    "item": lambda x, _, times: x * times[1].item(),
     "float": lambda x, _, times: x * sum(float(t) for t in times),
     "an if": lambda x, _, times: x * 2 if (times[1:] > times[:-1]).all() else -x,
-    "a sum": lambda x, mask, _: x * int(mask.sum()), "tolist": lambda x, mask, times: x * times.tolist()[0] + mask.tolist()[1],
-    "numpy": lambda x, mask, times: x * float(times.numpy().max()) + float(np.asarray(mask).sum()), "equal": lambda x, mask, times: (
-        x * 2 if torch.equal(times, times.sort()[0]) else x), "a size": lambda x, mask, _: x.repeat(int(mask.sum()) + 1).sum() * x,
-    "a while": lambda x, _, times: functools.reduce(lambda y, _: y.sin(), range(int((times * 2).sum())), x),
-    "a list of numbers": lambda x, _, times: x * torch.tensor([times[0], 2.0, times[1]]) + x.new_tensor([times[0]]),
-    "a list of numbers, in old ways": lambda x, _, times: x * torch.Tensor([times[0], 2.0, times[1]]) + x.new([times[0]]),
-    "linspace": lambda x, _, times: x * torch.linspace(0, float(times[-1]), 3), "unique": lambda x, mask, _: x * mask.unique().numel(),
-}  # fmt: skip
+    "a sum": lambda x, mask, _: x * int(mask.sum()),
+    "tolist": lambda x, mask, times: x * times.tolist()[0] + mask.tolist()[1],
+    "numpy": lambda x, mask, times: x * float(times.numpy().max()) + float(np.asarray(mask).sum()),
+    "equal": lambda x, mask, times: x * 2 if torch.equal(times, times.sort()[0]) else x,
+    "a size": lambda x, mask, _: x.repeat(int(mask.sum()) + 1).sum() * x,
+    "a while": lambda x, _, times: functools.reduce(
+        lambda y, _: y.sin(), range(int((times * 2).sum())), x
+    ),
+    "a list of numbers": lambda x, _, times: (
+        x * torch.tensor([times[0], 2.0, times[1]]) + x.new_tensor([times[0]])
+    ),
+    "a list of numbers, in old ways": lambda x, _, times: (
+        x * torch.Tensor([times[0], 2.0, times[1]]) + x.new([times[0]])
+    ),
+    "linspace": lambda x, _, times: x * torch.linspace(0, float(times[-1]), 3),
+    "unique": lambda x, mask, _: x * mask.unique().numel(),
+}
 #: How the tensors change: (a new mask, new times), given the old ones.
 VALUES_CHANGE: dict[str, Callable[[Any], Any]] = {
     "in place": lambda o: (o.mask.copy_(torch.tensor([True, True, False])), o.times.mul_(-2)),
-    "replaced": lambda o: (setattr(o, "mask", torch.tensor([False, True, True])), setattr(o, "times", torch.tensor([3.0, 2.0, 2.5]))),
+    "replaced": lambda o: (
+        setattr(o, "mask", torch.tensor([False, True, True])),
+        setattr(o, "times", torch.tensor([3.0, 2.0, 2.5])),
+    ),
     "by data": lambda o: (
-        setattr(o.mask, "data", torch.tensor([True, True, True])), setattr(o.times, "data", torch.tensor([1.0, 0.5, 4.0]))),
+        setattr(o.mask, "data", torch.tensor([True, True, True])),
+        setattr(o.times, "data", torch.tensor([1.0, 0.5, 4.0])),
+    ),
     "by numpy": lambda o: (o.mask.numpy().fill(True), o.times.numpy().__setitem__(0, 7.0)),
     "another dtype": lambda o: setattr(o, "times", o.times.double()),
-}  # fmt: skip
+}
 
 
 class Asks(nn.Module):
@@ -1275,23 +1667,36 @@ class Asks(nn.Module):
 
 ASKED_IN: dict[str, Callable[[Any, Asks], Callable[[torch.Tensor], Any]]] = {
     "module": lambda T, m: (lambda f: lambda x: f(x[0]))(jit(m) if T is torchfunc_jax else m),
-    "vmap": lambda T, m: jit(vmap(m)) if T is torchfunc_jax else lambda x: torch.stack([m(v) for v in x]),
+    "vmap": lambda T, m: (
+        jit(vmap(m)) if T is torchfunc_jax else lambda x: torch.stack([m(v) for v in x])
+    ),
     "grad": lambda T, m: (lambda f: lambda x: f(x[1]))(
-        jit(grad(lambda x: m(x).sum())) if T is torchfunc_jax else functools.partial(_pulled, m)),
-    "backward": lambda T, m: lambda x: (
-        m.zero_grad(), (m.jitted if T is torchfunc_jax else m)(x[2]).sum().backward(), m.scale.grad.clone())[2],
-}  # fmt: skip
+        jit(grad(lambda x: m(x).sum())) if T is torchfunc_jax else functools.partial(_pulled, m)
+    ),
+    "backward": lambda T, m: (
+        lambda x: (
+            m.zero_grad(),
+            (m.jitted if T is torchfunc_jax else m)(x[2]).sum().backward(),
+            m.scale.grad.clone(),
+        )[2]
+    ),
+}
 
 
 def _asked() -> list[Any]:
     """A third of the ways to ask, to call and to change; the others in the slow suite."""
     every = itertools.product(enumerate(BY_VALUE), enumerate(ASKED_IN), enumerate(VALUES_CHANGE))
-    return [pytest.param(a, b, c, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow) for (i, a), (j, b), (k, c) in every]
+    return [
+        pytest.param(a, b, c, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow)
+        for (i, a), (j, b), (k, c) in every
+    ]
 
 
 @pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "by", "change"), _asked())
-def test_values_of_captured_tensors_that_the_function_asks_for(name: str, by: str, change: str) -> None:
+def test_values_of_captured_tensors_that_the_function_asks_for(
+    name: str, by: str, change: str
+) -> None:
     mine, theirs = Asks(BY_VALUE[name]), Asks(BY_VALUE[name])
     object.__setattr__(mine, "jitted", jit(mine))
     ours, expected = ASKED_IN[by](torchfunc_jax, mine), ASKED_IN[by](torch.func, theirs)
@@ -1308,22 +1713,37 @@ def test_values_of_captured_tensors_that_the_function_asks_for(name: str, by: st
 def test_one_program_for_each_value_that_was_asked_for() -> None:
     mask, weight = torch.tensor([True, False, True]), torch.ones(3)
     fn = jit(lambda x: x[:, mask].sum() * weight)
-    for values in ([True, False, True], [True, True, True], [True, False, True], [True, True, True]):
+    for values in (
+        [True, False, True],
+        [True, True, True],
+        [True, False, True],
+        [True, True, True],
+    ):
         mask.copy_(torch.tensor(values))
         for _ in range(2):
             weight.add_(1)  # a float is an input as long as no one asks for it
             same(fn(X), X[:, mask].sum() * weight)
     assert len(fn.programs()) == 2
-    assert "the variable mask, whose values Python asked for, holds other values than before" in fn.programs()[0].why
+    assert (
+        "the variable mask, whose values Python asked for, holds other values than before"
+        in fn.programs()[0].why
+    )
 
 
 def test_values_that_are_not_known_under_jit() -> None:
-    """Those of arguments, of tensors that need a gradient, of large ones, and of those that the function writes to."""
+    """Those of arguments, of tensors that need a gradient, of large ones, and of those that the
+    function writes to.
+    """
     weight, large, written = torch.ones(3, requires_grad=True), torch.ones(1 << 17), torch.ones(3)
     for f in (
-        lambda x: x if x.sum() > 0 else -x, lambda x: x * float(weight[0]), lambda x: x * float(large[0]),
-        lambda x: x * float(written.add_(1)[0]), lambda x: x[:, x[0] > 0],
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"needs a tensor's values|depends on a tensor's values"):
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * float(weight[0]),
+        lambda x: x * float(large[0]),
+        lambda x: x * float(written.add_(1)[0]),
+        lambda x: x[:, x[0] > 0],
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"needs a tensor's values|depends on a tensor's values"
+        ):
             jit(f)(X)
     same(written, torch.ones(3))

@@ -1,4 +1,7 @@
-"""torch.compiler.is_compiling() is true while a jitted function is traced, for that thread, and otherwise as PyTorch has it."""
+"""torch.compiler.is_compiling() is true while a jitted function is traced, for that thread, and
+otherwise as PyTorch has it.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -75,8 +78,10 @@ def test_a_library_takes_its_branch_without_values() -> None:
     same(jit(grad(lambda a: checked(a).sum()))(x), x / 2)
 
 
-# -- gradients by what requires grad only where nothing is traced -------------------------------------------------------------------------
-POSITIONS = torch.tensor([[0.0, 0.1, 0.2], [1.1, 0.0, -0.3], [0.2, 1.2, 0.4], [-0.9, 0.3, 1.0]], dtype=torch.float64)
+# -- gradients by what requires grad only where nothing is traced ----------------------------------
+POSITIONS = torch.tensor(
+    [[0.0, 0.1, 0.2], [1.1, 0.0, -0.3], [0.2, 1.2, 0.4], [-0.9, 0.3, 1.0]], dtype=torch.float64
+)
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +91,18 @@ class Frame:
 
 
 def _watched(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, which requires grad except in torch.compile's traces, and so in ours: as published force fields do it."""
+    """The tensor, which requires grad except in torch.compile's traces, and so in ours: as
+    published force fields do it.
+    """
     return t if is_compiling() else t.requires_grad_(True)
 
 
 def _energy(positions: torch.Tensor) -> torch.Tensor:
-    distances = (positions[:, None] - positions[None] + torch.eye(len(positions), dtype=positions.dtype)[..., None]).norm(dim=-1)
+    distances = (
+        positions[:, None]
+        - positions[None]
+        + torch.eye(len(positions), dtype=positions.dtype)[..., None]
+    ).norm(dim=-1)
     return (distances**-2 - distances**-1).sum()
 
 
@@ -166,7 +177,9 @@ ASKS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["jit", "jit of vmap", "in a dict", "in a dataclass", "jit inside jit"])
+@pytest.mark.parametrize(
+    "way", ["jit", "jit of vmap", "in a dict", "in a dataclass", "jit inside jit"]
+)
 @pytest.mark.parametrize("name", ASKS)
 def test_what_gradients_are_asked_for_by_can_be_differentiated(name: str, way: str) -> None:
     ask = ASKS[name]
@@ -175,7 +188,9 @@ def test_what_gradients_are_asked_for_by_can_be_differentiated(name: str, way: s
     if way == "jit of vmap":
         if name == "backward(inputs=)":
             pytest.skip("torch.func refuses backward() inside of vmap")
-        found = jit(vmap(lambda x: [t for t in _flat(ask(x)) if isinstance(t, torch.Tensor)]))(torch.stack([x, x]))
+        found = jit(vmap(lambda x: [t for t in _flat(ask(x)) if isinstance(t, torch.Tensor)]))(
+            torch.stack([x, x])
+        )
         same([t[1] for t in found], [t for t in _flat(expected) if isinstance(t, torch.Tensor)])
     elif way == "in a dict":
         same(jit(lambda d: ask(d["a"][0]))({"a": [x]}), expected)
@@ -214,7 +229,9 @@ def test_what_is_neither_an_argument_nor_made_inside_is_refused() -> None:
 
 
 class ForceField(nn.Module):
-    """Continuous filters over all pairs, as in SchNet; traced: whether it asks for requires_grad in traces too."""
+    """Continuous filters over all pairs, as in SchNet; traced: whether it asks for requires_grad in
+    traces too.
+    """
 
     def __init__(self, traced: bool) -> None:
         super().__init__()
@@ -227,7 +244,11 @@ class ForceField(nn.Module):
         positions, kinds = data["positions"], data["kinds"]
         if self.traced or not torch.compiler.is_compiling():
             positions.requires_grad_(True)
-        distances = (positions[:, None] - positions[None] + torch.eye(len(kinds), dtype=positions.dtype)[..., None]).norm(dim=-1)
+        distances = (
+            positions[:, None]
+            - positions[None]
+            + torch.eye(len(kinds), dtype=positions.dtype)[..., None]
+        ).norm(dim=-1)
         filters = self.filters(torch.exp(-((distances[..., None] - self.centers) ** 2)))
         features = self.embedding(kinds)
         for _ in range(2):
@@ -244,7 +265,9 @@ def test_a_force_field_is_trained_as_in_pytorch(traced: bool) -> None:
         model = ForceField(traced).double()
         optimizer, run, losses = torch.optim.SGD(model.parameters(), 0.05), wrap(model), []
         for k in range(3):
-            found = run({"positions": POSITIONS * (1 + 0.1 * k), "kinds": torch.tensor([0, 1, 2, 1])})
+            found = run(
+                {"positions": POSITIONS * (1 + 0.1 * k), "kinds": torch.tensor([0, 1, 2, 1])}
+            )
             loss = found["energy"].square() + (found["forces"] - 0.1).square().sum()
             optimizer.zero_grad()
             loss.backward()

@@ -1,4 +1,7 @@
-"""jit: when Python runs again, what is read at each call, what is written back, and what XLA got."""
+"""jit: when Python runs again, what is read at each call, what is written back,
+and what XLA got.
+"""
+
 from __future__ import annotations
 
 import io
@@ -14,15 +17,20 @@ from torch import nn
 
 from torchfunc_jax import explain, functional_call, grad, jit, vmap
 
-# -- when Python runs ---------------------------------------------------------------------------------------------------------------
-RETRACES: dict[str, tuple[Any, Any, int]] = {  # first call's arguments, second's, how often Python runs in all
+# -- when Python runs ------------------------------------------------------------------------------
+# first call's arguments, second's, how often Python runs in all
+RETRACES: dict[str, tuple[Any, Any, int]] = {
     "same": ((torch.ones(3),), (torch.zeros(3),), 1),
     "strides": ((torch.ones(3, 4),), (torch.ones(4, 3).T,), 2),
     "requires_grad": ((torch.ones(3),), (torch.ones(3, requires_grad=True),), 2),
     "shape": ((torch.ones(3),), (torch.ones(4),), 2),
     "dtype": ((torch.ones(3),), (torch.ones(3).double(),), 2),
     "tree": ((torch.ones(3),), ([torch.ones(3)],), 2),
-    "dict order": (({"a": torch.ones(3), "b": torch.ones(2)},), ({"b": torch.ones(2), "a": torch.ones(3)},), 2),
+    "dict order": (
+        ({"a": torch.ones(3), "b": torch.ones(2)},),
+        ({"b": torch.ones(2), "a": torch.ones(3)},),
+        2,
+    ),
     "number": ((torch.ones(3), 2), (torch.ones(3), 2), 1),
     "another number": ((torch.ones(3), 2), (torch.ones(3), 3), 2),
     "number's type": ((torch.ones(3), 2), (torch.ones(3), 2.0), 2),
@@ -90,7 +98,7 @@ def test_hooks_are_a_guard() -> None:
     same(fn(x), model(x), rtol=1e-5, atol=1e-6)
 
 
-# -- what is read at each call ------------------------------------------------------------------------------------------------------
+# -- what is read at each call ---------------------------------------------------------------------
 def test_captured_tensors_are_read_at_each_call() -> None:
     model, x, shift = nn.Linear(3, 2), torch.randn(4, 3), torch.zeros(2)
     traced = Traces(lambda a: model(a) + shift)
@@ -156,7 +164,7 @@ def test_weights_that_begin_to_require_grad() -> None:
     same(model.weight.grad, x.sum(0).expand(2, 3))
 
 
-# -- what is written back -----------------------------------------------------------------------------------------------------------
+# -- what is written back --------------------------------------------------------------------------
 def test_mutated_arguments_are_written_back() -> None:
     def fn(x: torch.Tensor, tree: dict[str, torch.Tensor]) -> torch.Tensor:
         x[0] = 5.0
@@ -209,7 +217,7 @@ def test_a_mutated_argument_that_is_returned() -> None:
     same(x, torch.full((3,), 2.0))
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 def test_random_numbers_differ_at_each_call_and_repeat_under_manual_seed() -> None:
     fn = jit(lambda x: (torch.rand(5), F.dropout(x, 0.5), torch.randn_like(x)))
     x = torch.ones(100)
@@ -270,7 +278,7 @@ def test_backward_uses_the_forward_passs_random_numbers() -> None:
         same(g, out)
 
 
-# -- composition --------------------------------------------------------------------------------------------------------------------
+# -- composition -----------------------------------------------------------------------------------
 def test_nested_jit() -> None:
     inner = jit(lambda x: x.sin())
     outer = jit(lambda x: inner(x) * inner(x * 2))
@@ -327,7 +335,7 @@ def test_many_outputs() -> None:
     same(fn(xs), {k: (v * 2, v.sum()) for k, v in xs.items()})
 
 
-# -- what XLA got -------------------------------------------------------------------------------------------------------------------
+# -- what XLA got ----------------------------------------------------------------------------------
 def test_lower_and_cost_analysis() -> None:
     model, x = nn.Linear(64, 32), torch.randn(16, 64)
     fn = jit(grad(lambda p, a: functional_call(model, p, (a,)).square().sum()))
@@ -386,16 +394,29 @@ def test_lines_of_a_loop_and_python_state_at_trace_time() -> None:
     same(compiled(x), fn(x))
 
 
-@pytest.mark.parametrize("transform", [
-    torch.func.vmap, vmap, lambda f: jit(vmap(f)), lambda f: vmap(jit(f)),
-    lambda f: jit(lambda x: torch.stack([f(row) for row in x])),
-], ids=["torch.func", "vmap", "jit of vmap", "vmap of jit", "jit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        vmap,
+        lambda f: jit(vmap(f)),
+        lambda f: vmap(jit(f)),
+        lambda f: jit(lambda x: torch.stack([f(row) for row in x])),
+    ],
+    ids=["torch.func", "vmap", "jit of vmap", "vmap of jit", "jit"],
+)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_views_of_captured_tensors_in_inference_mode(transform: Any, requires_grad: bool) -> None:
     captured = torch.arange(6.0).reshape(2, 3).requires_grad_(requires_grad)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        views = captured[1], captured.view(6)[3:], captured.detach()[1], captured.t()[:, 1], captured.narrow(0, 1, 1).squeeze(0)
+        views = (
+            captured[1],
+            captured.view(6)[3:],
+            captured.detach()[1],
+            captured.t()[:, 1],
+            captured.narrow(0, 1, 1).squeeze(0),
+        )
         return torch.stack([(x * view).sum() for view in views])
 
     for size in (1, 2, 3):

@@ -1,4 +1,7 @@
-"""Long chains of operations that XLA would fuse over and over: the steps of simulations, and their derivatives."""
+"""Long chains of operations that XLA would fuse over and over: the steps of simulations, and their
+derivatives.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -49,14 +52,19 @@ def _elementwise(u: torch.Tensor) -> torch.Tensor:
 
 
 STEPS: dict[str, Steps] = {
-    "heat": _heat, "wave": _wave, "Runge-Kutta": _runge_kutta, "symplectic": _symplectic, "in place": _in_place,
+    "heat": _heat,
+    "wave": _wave,
+    "Runge-Kutta": _runge_kutta,
+    "symplectic": _symplectic,
+    "in place": _in_place,
     "elementwise": _elementwise,
-}  # fmt: skip
+}
 TIMES = 16
 
 
 def repeated(step: Steps, times: int = TIMES) -> Steps:
     """Steps that differ, so that no loop is made of them."""
+
     def run(y: torch.Tensor) -> torch.Tensor:
         for k in range(times):
             y = step(y) * (1 + 0.001 * k)
@@ -94,12 +102,17 @@ def test_only_programs_with_such_chains_are_changed() -> None:
     assert _calls(grad(lambda y: repeated(_wave)(y).sum()), y) > TIMES
     assert _calls(grad(lambda y: repeated(_runge_kutta)(y).sum()), y) > TIMES
     assert _calls(grad(lambda y: repeated(_wave, 2)(y).sum()), y) == 0
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, activation="gelu")
+    layer = torch.nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0.0, batch_first=True, activation="gelu"
+    )
     assert _calls(vmap(grad(lambda x: layer(x[None]).square().sum())), torch.randn(3, 5, 8)) == 0
 
 
 def test_a_chain_is_compiled_in_the_time_of_its_length() -> None:
-    """XLA's program of twice the steps is about twice as long, where it was four times as long, and more."""
+    """XLA's program of twice the steps is about twice as long, where it was four times as long, and
+    more.
+    """
+
     def size(times: int) -> int:
         lowered = jit(grad(lambda y: repeated(_runge_kutta, times)(y).sum())).lower(torch.ones(4))
         fusions.limited(lowered)
@@ -114,9 +127,13 @@ def test_loops_and_functions_of_the_program_are_counted_too() -> None:
             carry = jax.numpy.concatenate([carry[1:], carry[:1]]) * carry
         return carry, None
 
-    lowered = jax.jit(lambda x: jax.lax.scan(body, x, None, 3)[0]).lower(jax.ShapeDtypeStruct((4,), np.float32))
+    lowered = jax.jit(lambda x: jax.lax.scan(body, x, None, 3)[0]).lower(
+        jax.ShapeDtypeStruct((4,), np.float32)
+    )
     want = lowered.compile()(np.full(4, 1.01, np.float32))
-    again = jax.jit(lambda x: jax.lax.scan(body, x, None, 3)[0]).lower(jax.ShapeDtypeStruct((4,), np.float32))
+    again = jax.jit(lambda x: jax.lax.scan(body, x, None, 3)[0]).lower(
+        jax.ShapeDtypeStruct((4,), np.float32)
+    )
     fusions.limited(again)
     assert again.as_text().count('inlineable = "false"') > 0
     np.testing.assert_allclose(again.compile()(np.full(4, 1.01, np.float32)), want, rtol=1e-5)

@@ -1,4 +1,5 @@
 """Sums of many numbers over several dimensions lose no more digits than PyTorch's."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,8 +28,12 @@ SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scale of a channel": lambda scale, x: (x * scale[:, None, None]).square().mean(),
-    "bias of a convolution": lambda bias, x: (F.conv2d(x, torch.ones(16, 1, 1, 1, dtype=x.dtype), bias, groups=16).square()).mean(),
-    "weight of a batch norm": lambda weight, x: (F.batch_norm(x, None, None, weight, weight, training=True) - x).square().mean(),
+    "bias of a convolution": lambda bias, x: (
+        F.conv2d(x, torch.ones(16, 1, 1, 1, dtype=x.dtype), bias, groups=16).square()
+    ).mean(),
+    "weight of a batch norm": lambda weight, x: (
+        (F.batch_norm(x, None, None, weight, weight, training=True) - x).square().mean()
+    ),
 }
 
 

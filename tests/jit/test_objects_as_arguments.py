@@ -1,4 +1,7 @@
-"""Objects of a user's classes among the arguments of a jitted function, such as batches: beside the function itself in PyTorch."""
+"""Objects of a user's classes among the arguments of a jitted function, such as batches: beside the
+function itself in PyTorch.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -48,11 +51,19 @@ class Slotted:
         self.x, self.y, self.n, self.inner, self.log = x, y, n, inner, []
 
 
-def namespace(x: torch.Tensor, y: torch.Tensor, n: int = 1, inner: Any = None) -> types.SimpleNamespace:
+def namespace(
+    x: torch.Tensor, y: torch.Tensor, n: int = 1, inner: Any = None
+) -> types.SimpleNamespace:
     return types.SimpleNamespace(x=x, y=y, n=n, inner=inner, log=[])
 
 
-KINDS: dict[str, Callable[..., Any]] = {"plain": Batch, "dataclass": Compared, "frozen": Frozen, "slots": Slotted, "namespace": namespace}
+KINDS: dict[str, Callable[..., Any]] = {
+    "plain": Batch,
+    "dataclass": Compared,
+    "frozen": Frozen,
+    "slots": Slotted,
+    "namespace": namespace,
+}
 
 
 def sets(b: Any, w: torch.Tensor) -> Any:
@@ -87,7 +98,9 @@ def changes_inner(b: Any, w: torch.Tensor) -> Any:
     return b.inner.x.sum()
 
 
-ACTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {f.__name__: f for f in (sets, replaces, deletes, appends, changes_inner)}
+ACTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    f.__name__: f for f in (sets, replaces, deletes, appends, changes_inner)
+}
 
 
 def content(x: Any) -> Any:
@@ -126,11 +139,16 @@ def test_objects_of_one_structure_share_a_program(kind: str) -> None:
     for k in range(8):
         b = KINDS[kind](torch.full((3,), float(k)), torch.ones(3), k)
         torch.testing.assert_close(f(b), torch.tensor(3.0 * k * k))
-    # the first one is compared by identity where that is possible, a number is an input from its first change on
+    # the first one is compared by identity where that is possible, a number is an input from its
+    # first change on
     assert len(f.programs()) <= 3
     assert max(p.calls for p in f.programs()) >= 5
     if kind != "frozen":
-        assert any("args[0].x" in argument or "args[0]['x']" in argument for p in f.programs() for argument in p.arguments)
+        assert any(
+            "args[0].x" in argument or "args[0]['x']" in argument
+            for p in f.programs()
+            for argument in p.arguments
+        )
 
 
 def test_the_object_is_itself_where_it_is_returned_or_kept() -> None:
@@ -173,7 +191,11 @@ def test_one_object_at_two_places_and_objects_that_are_more_than_data() -> None:
 
 
 def test_nested_objects_lists_of_them_and_changing_structures() -> None:
-    f = jit(lambda batches, scale: [grad(lambda x, y=b.y: (x * y * scale).sum())(b.x) for b in batches["all"]])
+    f = jit(
+        lambda batches, scale: [
+            grad(lambda x, y=b.y: (x * y * scale).sum())(b.x) for b in batches["all"]
+        ]
+    )
     for sizes in ((2, 3), (2, 3), (3, 3), (1,), (2, 3)):
         batches = {"all": [Compared(torch.ones(n), torch.arange(float(n))) for n in sizes]}
         torch.testing.assert_close(f(batches, 3.0), [3.0 * torch.arange(float(n)) for n in sizes])
@@ -212,7 +234,7 @@ def test_threads_with_objects_of_their_own() -> None:
     assert not wrong
 
 
-# -- what lies beside an object, and what holds it too -------------------------------------------------------------------------------------
+# -- what lies beside an object, and what holds it too ---------------------------------------------
 def writes_to_a_dict(d: dict[str, Any], b: Batch) -> torch.Tensor:
     d["y"] = b.x * 2
     d["list"].append(b.x.sum())
@@ -267,7 +289,9 @@ def through_a_global(a: Batch, _: Batch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [through_the_inner, through_a_global])
-def test_an_object_that_is_reached_in_two_ways_is_one(function: Callable[..., torch.Tensor]) -> None:
+def test_an_object_that_is_reached_in_two_ways_is_one(
+    function: Callable[..., torch.Tensor],
+) -> None:
     def found(called: Callable[..., torch.Tensor]) -> list[Any]:
         results = []
         for k in range(4):
@@ -280,7 +304,7 @@ def test_an_object_that_is_reached_in_two_ways_is_one(function: Callable[..., to
     assert found(jit(function)) == found(function)
 
 
-# -- the states of PyTorch -----------------------------------------------------------------------------------------------------------------
+# -- the states of PyTorch -------------------------------------------------------------------------
 class Passing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -309,12 +333,21 @@ def hooked(x: torch.Tensor) -> Batch:
 STATES: dict[str, tuple[Callable[[torch.Tensor], Batch], Callable[[], Any]]] = {
     "plain": (lambda x: Batch(x, torch.ones(3)), contextlib.nullcontext),
     "requires grad": (needing_grad, contextlib.nullcontext),
-    "a result that requires grad": (lambda x: Batch(x.requires_grad_() * 2, torch.ones(3)), contextlib.nullcontext),
+    "a result that requires grad": (
+        lambda x: Batch(x.requires_grad_() * 2, torch.ones(3)),
+        contextlib.nullcontext,
+    ),
     "a hook": (hooked, contextlib.nullcontext),
     "a parameter": (lambda x: Batch(torch.nn.Parameter(x), torch.ones(3)), contextlib.nullcontext),
-    "views of one memory": (lambda x: (lambda t: Batch(t[0], t[1]))(torch.stack([x, x + 1])), contextlib.nullcontext),
+    "views of one memory": (
+        lambda x: (lambda t: Batch(t[0], t[1]))(torch.stack([x, x + 1])),
+        contextlib.nullcontext,
+    ),
     "one tensor twice": (lambda x: Batch(x, x), contextlib.nullcontext),
-    "not contiguous": (lambda x: Batch(torch.stack([x, x], 1)[:, 0], torch.ones(3)), contextlib.nullcontext),
+    "not contiguous": (
+        lambda x: Batch(torch.stack([x, x], 1)[:, 0], torch.ones(3)),
+        contextlib.nullcontext,
+    ),
     "no_grad": (needing_grad, torch.no_grad),
     "inference mode": (lambda x: Batch(x, torch.ones(3)), torch.inference_mode),
     "autocast": (needing_grad, lambda: torch.autocast("cpu", torch.bfloat16)),
@@ -358,7 +391,13 @@ def test_states_of_pytorch(state: str, function: Callable[[Batch], torch.Tensor]
                 except RuntimeError as error:
                     results.append(type(error))
                     continue
-            results += [out.dtype, out.requires_grad, content(out), content(b.y), content(getattr(b, "seen", None))]
+            results += [
+                out.dtype,
+                out.requires_grad,
+                content(out),
+                content(b.y),
+                content(getattr(b, "seen", None)),
+            ]
             if out.requires_grad:
                 out.backward()
                 results += [content(b.x.grad) if b.x.is_leaf else None, content(LAYER.weight.grad)]
@@ -370,6 +409,11 @@ def test_states_of_pytorch(state: str, function: Callable[[Batch], torch.Tensor]
     assert len(mine) == len(theirs)
     for m, t in zip(mine, theirs, strict=True):
         if isinstance(t, float | list):
-            torch.testing.assert_close(torch.tensor(m), torch.tensor(t), rtol=1e-2 if state == "autocast" else 1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(m),
+                torch.tensor(t),
+                rtol=1e-2 if state == "autocast" else 1e-5,
+                atol=1e-5,
+            )
         else:
             assert m == t

@@ -1,4 +1,7 @@
-"""jit's keys: which values are one and which are two, Python numbers as inputs, how many programs are kept, copies of a jitted function."""
+"""jit's keys: which values are one and which are two, Python numbers as inputs, how many programs
+are kept, copies of a jitted function.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -42,14 +45,16 @@ def identical(mine: Any, theirs: Any) -> None:
 
 def alike(mine: Any, theirs: Any) -> None:
     """Equal trees but for rounding; other leaves of one type and value, NaN too."""
-    for a, b in zip(torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True):
+    for a, b in zip(
+        torch.utils._pytree.tree_leaves(mine), torch.utils._pytree.tree_leaves(theirs), strict=True
+    ):
         if isinstance(b, torch.Tensor):
             same(a, b, rtol=1e-6, atol=1e-6)
         else:
             assert type(a) is type(b) and repr(a) == repr(b)
 
 
-# -- identical, not equal -------------------------------------------------------------------------------------------------------------
+# -- identical, not equal --------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Options:
     scale: Any
@@ -60,7 +65,9 @@ def _of(value: Any) -> float:
     while isinstance(value, tuple | Options):
         value = value[0] if isinstance(value, tuple) else value.scale
     value = value.real if isinstance(value, complex) else value
-    return (10.0 if isinstance(value, bool) else 20.0 if isinstance(value, int) else 30.0) + math.copysign(1.0, float(value))
+    return (
+        10.0 if isinstance(value, bool) else 20.0 if isinstance(value, int) else 30.0
+    ) + math.copysign(1.0, float(value))
 
 
 SAME_BY_EQUALITY: dict[str, list[Any]] = {
@@ -91,7 +98,17 @@ def test_equal_values_that_are_not_identical(name: str, how: str) -> None:
 
 
 def test_one_program_for_a_value_that_is_given_again() -> None:
-    for value in (NAN, -0.0, np.float32(2.0), 1.5, (NAN, 1), "text", Decimal("-0"), slice(0, 2), torch.float32):
+    for value in (
+        NAN,
+        -0.0,
+        np.float32(2.0),
+        1.5,
+        (NAN, 1),
+        "text",
+        Decimal("-0"),
+        slice(0, 2),
+        torch.float32,
+    ):
         traced = Traces(lambda x, s: x * 2)
         compiled = jit(traced, static_argnums=1)
         for _ in range(3):
@@ -101,10 +118,11 @@ def test_one_program_for_a_value_that_is_given_again() -> None:
 
 
 COPYSIGN: dict[str, Callable[..., Any]] = {
-    "copysign": torch.copysign, "division": lambda x, s: x / s, "fill": lambda x, s: x.clone().fill_(s), "atan2": lambda x, s: torch.atan2(
-        x, torch.full_like(x, s)
-    ),
-}  # fmt: skip
+    "copysign": torch.copysign,
+    "division": lambda x, s: x / s,
+    "fill": lambda x, s: x.clone().fill_(s),
+    "atan2": lambda x, s: torch.atan2(x, torch.full_like(x, s)),
+}
 
 
 @pytest.mark.parametrize("name", COPYSIGN)
@@ -129,11 +147,14 @@ def test_gradients_wanted_of_other_arguments() -> None:
     for x in shapes:
         for y in shapes:
             for a, b in ((False, False), (True, False), (False, True), (True, True)):
-                assert fn(x.clone().requires_grad_(a), y.clone().requires_grad_(b)).requires_grad == (a or b)
+                assert fn(
+                    x.clone().requires_grad_(a), y.clone().requires_grad_(b)
+                ).requires_grad == (a or b)
 
 
-# -- Python numbers as inputs -----------------------------------------------------------------------------------------------------------
-NUMBERS: dict[str, tuple[Callable[..., Any], bool]] = {  # the function, whether one program does for all numbers
+# -- Python numbers as inputs ----------------------------------------------------------------------
+# the function, whether one program does for all numbers
+NUMBERS: dict[str, tuple[Callable[..., Any], bool]] = {
     "multiplied": (lambda x, s: x * s, True),
     "from the left": (lambda x, s: s * x, True),
     "added": (lambda x, s: x + s, True),
@@ -168,53 +189,105 @@ def _caught(s: Any) -> float:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("how", ["argument", *(pytest.param(how, marks=pytest.mark.slow) for how in ("keyword", "in containers"))])
-@pytest.mark.parametrize("numbers", [[0.5, 2.0, -0.0, 0.1, math.inf, NAN, 7.25], [3, 1, -2, 0, 7]], ids=["floats", "ints"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "argument",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("keyword", "in containers")),
+    ],
+)
+@pytest.mark.parametrize(
+    "numbers",
+    [[0.5, 2.0, -0.0, 0.1, math.inf, NAN, 7.25], [3, 1, -2, 0, 7]],
+    ids=["floats", "ints"],
+)
 def test_a_number_that_changes(name: str, how: str, numbers: list[Any]) -> None:
     fn, once = NUMBERS[name]
     if name in ("shape", "range", "math"):
         numbers = [n for n in numbers if math.isfinite(n)]
-    traced = Traces(fn if how != "in containers" else lambda given: fn(given["x"][0], given["s"][0]))
+    traced = Traces(
+        fn if how != "in containers" else lambda given: fn(given["x"][0], given["s"][0])
+    )
     compiled, x = jit(traced), torch.tensor([1.0, -2.0, 0.5])
     for s in [*numbers, *numbers[:2]]:
-        mine = compiled({"x": [x], "s": (s,)}) if how == "in containers" else compiled(x, s=s) if how == "keyword" else compiled(x, s)
+        mine = (
+            compiled({"x": [x], "s": (s,)})
+            if how == "in containers"
+            else compiled(x, s=s)
+            if how == "keyword"
+            else compiled(x, s)
+        )
         theirs = fn(x, s)
         alike(mine, theirs)
     if once and not (name == "type by isinstance" and isinstance(numbers[0], int)):
         assert traced.count == 2 and len(compiled.programs()) == 2
 
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_are_those_of_a_number(dtype: torch.dtype) -> None:
     def fn(x: torch.Tensor, s: Any) -> Any:
-        return x * s, s * x.sum(), x.sum().to(x.dtype) + s, torch.full((2,), s), x.new_full((2,), s) if type(s) is int else x / s
+        return (
+            x * s,
+            s * x.sum(),
+            x.sum().to(x.dtype) + s,
+            torch.full((2,), s),
+            x.new_full((2,), s) if type(s) is int else x / s,
+        )
 
     compiled, x = jit(fn), torch.tensor([1, 0, 2]).to(dtype)
     for numbers in ([0.5, 2.0, 3.0, 0.25], [1, 3, 2, 5]):
         for s in numbers:
             mine, theirs = compiled(x, s), fn(x, s)
             assert [t.dtype for t in mine] == [t.dtype for t in theirs]
-            same(mine, theirs, rtol=1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6, atol=1e-6)
+            same(
+                mine,
+                theirs,
+                rtol=1e-2 if dtype in (torch.float16, torch.bfloat16) else 1e-6,
+                atol=1e-6,
+            )
 
 
 def test_a_number_is_as_precise_as_in_torch() -> None:
     fn = jit(lambda x, s: x * s)
     for s in (0.1, 1 / 3, 1e-200, math.pi):
-        same(fn(torch.ones(2, dtype=torch.float64), s), torch.full((2,), s, dtype=torch.float64), rtol=0, atol=0)
+        same(
+            fn(torch.ones(2, dtype=torch.float64), s),
+            torch.full((2,), s, dtype=torch.float64),
+            rtol=0,
+            atol=0,
+        )
     fn = jit(lambda x, n: (x + n, n * n, n**20))
     for n in (2, 3, 10**9, 2**62, -(2**63), 2**63 - 1):
         mine = fn(torch.zeros(2, dtype=torch.int64), n)
         assert mine[1:] == (n * n, n**20) and mine[0].tolist() == [n, n]
-    data: Any = lambda x, n: (torch.tensor(n), torch.as_tensor([n, 1]), x.new_tensor([[n]]), torch.asarray(n + 1), torch.tensor(data=n / 3))
+    data: Any = lambda x, n: (
+        torch.tensor(n),
+        torch.as_tensor([n, 1]),
+        x.new_tensor([[n]]),
+        torch.asarray(n + 1),
+        torch.tensor(data=n / 3),
+    )
     fn, x = jit(data), torch.zeros(2, dtype=torch.int64)
     for n in (1, 2**31 + 1, 2**40 + 5, -(2**33) - 1, 7):
         same(fn(x, n), data(x, n), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, lambda s: torch.tensor(s / 3, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "make", [torch.tensor, torch.as_tensor, lambda s: torch.tensor(s / 3, dtype=torch.float64)]
+)
 @pytest.mark.parametrize("numbers", [(1.0, 2.5, -3.0, 1e300, math.inf, 0.5), (1, 2, 2**40 + 1, -7)])
 def test_a_tensor_of_a_number_is_compiled_once(make: Any, numbers: Sequence[float]) -> None:
     data: Any = lambda x, s: (make(s), x * make(s))
@@ -223,7 +296,8 @@ def test_a_tensor_of_a_number_is_compiled_once(make: Any, numbers: Sequence[floa
         mine, theirs = fn(x, s), data(x, s)
         assert [t.dtype for t in mine] == [t.dtype for t in theirs]
         same(mine, theirs, rtol=0, atol=0)
-    assert len(fn.programs()) <= 3  # the first number, all numbers, and one that float32 cannot hold
+    # the first number, all numbers, and one that float32 cannot hold
+    assert len(fn.programs()) <= 3
 
 
 REFUSED = {
@@ -242,7 +316,8 @@ def test_numbers_that_fit_no_input_are_static(name: str) -> None:
         try:
             expected: Any = fn(x, s)
         except (RuntimeError, ArithmeticError):
-            if name == "too large for float32":  # PyTorch refuses to fill, and so must the program if it is compiled for that number
+            # PyTorch refuses to fill, and so must the program if it is compiled for that number
+            if name == "too large for float32":
                 continue
             with pytest.raises((RuntimeError, ArithmeticError)):
                 compiled(x, s)
@@ -281,16 +356,21 @@ def test_side_effects_see_numbers() -> None:
     assert [float(k) + 1 for k in kept] == [3.0, 5.0] and kept[1] > 3
 
 
-# -- programs ---------------------------------------------------------------------------------------------------------------------------
+# -- programs --------------------------------------------------------------------------------------
 def test_the_programs_that_were_not_used_for_longest_go() -> None:
     traced = Traces(lambda x: x * 2)
     compiled = jit(traced, max_programs=3)
-    with pytest.warns(RuntimeWarning, match=r"max_programs=3 programs were compiled, the last because args\[0\] was float32") as told:
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"max_programs=3 programs were compiled, the last because args\[0\] was float32",
+    ) as told:
         for n in (1, 2, 3, 1, 4, 1, 2):
             same(compiled(torch.ones(n)), torch.full((n,), 2.0))
     assert len(told) == 1
     assert traced.count == 5  # 2 went when 4 came; 3 when 2 came again
-    assert [p.arguments for p in compiled.programs()] == [(f"args[0]: float32[{n}]",) for n in (2, 1, 4)]
+    assert [p.arguments for p in compiled.programs()] == [
+        (f"args[0]: float32[{n}]",) for n in (2, 1, 4)
+    ]
     assert [p.calls for p in compiled.programs()] == [1, 3, 1]
     with pytest.raises(ValueError, match="max_programs"):
         jit(torch.sin, max_programs=0)
@@ -314,11 +394,20 @@ def test_why_a_program_was_compiled() -> None:
         (lambda: None, "it is the first one"),
         (lambda: fn(torch.ones(4, 3)), "args[0] was float32[2, 3] and now is float32[4, 3]"),
         (lambda: fn(x, "b"), "'b'"),
-        (lambda: model.eval(), "the module Sequential was in training mode and now is in evaluation mode"),
+        (
+            lambda: model.eval(),
+            "the module Sequential was in training mode and now is in evaluation mode",
+        ),
         (lambda: setattr(scaled, "factor", 3.0), "Scaled.factor was 2.0 and now is 3.0"),
-        (lambda: model.append(nn.ReLU()), "submodule '2' of the module Sequential was missing and now is ReLU"),
+        (
+            lambda: model.append(nn.ReLU()),
+            "submodule '2' of the module Sequential was missing and now is ReLU",
+        ),
         (lambda: model.register_forward_hook(lambda *_: None), "hooks of the module Sequential"),
-        (lambda: torch.set_default_dtype(torch.float64), "the default dtype was torch.float32 and now is torch.float64"),
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            "the default dtype was torch.float32 and now is torch.float64",
+        ),
     ]
     try:
         for change, expected in steps:
@@ -334,7 +423,9 @@ def test_why_a_program_was_compiled() -> None:
     assert not log or "default dtype" not in log[0]
 
 
-def test_explain_by_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TORCHFUNC_JAX_EXPLAIN", "1")
     jit(torch.cos)(torch.ones(2))
     assert capsys.readouterr().err == "jit of cos: a program was compiled: it is the first one\n"
@@ -343,7 +434,7 @@ def test_explain_by_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert not capsys.readouterr().err
 
 
-# -- objects are not kept alive -----------------------------------------------------------------------------------------------------------
+# -- objects are not kept alive --------------------------------------------------------------------
 class Plain:
     def __init__(self) -> None:
         self.w = torch.ones(3)
@@ -387,7 +478,7 @@ def test_functions_and_modules_as_arguments_are_not_kept() -> None:
         assert ref() is None and not fn.programs()
 
 
-# -- copies -------------------------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 @jit
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -411,7 +502,11 @@ class Holder(nn.Module):
         return self.fast(x), self.method(x), self.free(x), self.sine(x)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "copy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "copy", "pickle"],
+)
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_of_a_module_that_holds_jitted_functions(how: Any, called: bool) -> None:
     model, x = Holder(), torch.randn(3)
@@ -424,7 +519,11 @@ def test_copies_of_a_module_that_holds_jitted_functions(how: Any, called: bool) 
         with torch.no_grad():
             other.part.weight.fill_(0.0)
         assert not torch.equal(other(x)[0], model(x)[0])
-        same(other(x)[0], other.part(x)), same(other(x)[1], other.plain(x)), same(model(x)[0], model.part(x), rtol=1e-6, atol=1e-6)
+        (
+            same(other(x)[0], other.part(x)),
+            same(other(x)[1], other.plain(x)),
+            same(model(x)[0], model.part(x), rtol=1e-6, atol=1e-6),
+        )
         assert other.fast.__wrapped__ is other.part
 
 
@@ -433,7 +532,11 @@ def test_a_jitted_module_of_a_class_of_the_users_is_pickled() -> None:
     fn, x = jit(Holder()), torch.randn(3)
     fn(x)
     for other in (pickle.loads(pickle.dumps(fn)), copy.deepcopy(fn)):
-        assert type(other.__wrapped__) is Holder and other.__wrapped__ is not fn.__wrapped__ and other.__module__ == fn.__module__
+        assert (
+            type(other.__wrapped__) is Holder
+            and other.__wrapped__ is not fn.__wrapped__
+            and other.__module__ == fn.__module__
+        )
         same(other(x), fn(x), rtol=1e-6, atol=1e-6)
 
 

@@ -1,4 +1,7 @@
-"""Equations that a program need not compute are removed before it is differentiated and compiled."""
+"""Equations that a program need not compute are removed before it is
+differentiated and compiled.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,15 +31,21 @@ def clipped(x: jax.Array) -> jax.Array:
 clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -1, 1),))
 
 
-@pytest.mark.parametrize("fn, equations", [
-    (lambda x: jnp.sin(x) + jnp.sin(x), 2),  # the second sine repeats the first
-    (lambda x: (jnp.cos(x * 2), x + 1)[1], 1),  # nothing uses the cosine and its operand
-    (lambda x: (jnp.exp(x), jnp.exp(x)), 2),  # two outputs stay two arrays
-    (lambda x: x * 0.0 + x * -0.0, 3),  # constants are compared by their bits
-    (lambda x: lax.reduce_sum(x, (0,)) + lax.reduce_max(x, (0,)), 3),
-    (lambda x: clipped(x) * 2 + clipped(x) * 3, 5),  # functions with derivatives of their own stay
-    (lambda x: x, 0),
-])
+@pytest.mark.parametrize(
+    "fn, equations",
+    [
+        (lambda x: jnp.sin(x) + jnp.sin(x), 2),  # the second sine repeats the first
+        (lambda x: (jnp.cos(x * 2), x + 1)[1], 1),  # nothing uses the cosine and its operand
+        (lambda x: (jnp.exp(x), jnp.exp(x)), 2),  # two outputs stay two arrays
+        (lambda x: x * 0.0 + x * -0.0, 3),  # constants are compared by their bits
+        (lambda x: lax.reduce_sum(x, (0,)) + lax.reduce_max(x, (0,)), 3),
+        (
+            lambda x: clipped(x) * 2 + clipped(x) * 3,
+            5,
+        ),  # functions with derivatives of their own stay
+        (lambda x: x, 0),
+    ],
+)
 def test_what_is_removed(fn: Callable[..., object], equations: int) -> None:
     closed = jax.make_jaxpr(fn)(X)
     jaxpr = simplified(closed.jaxpr)
@@ -57,13 +66,19 @@ def read_twice(x: jax.Array) -> jax.Array:
     return before + reference[...] * 3
 
 
-@pytest.mark.parametrize("fn", [
-    lambda x: _jitted(x) * 2 + _jitted(x) * 3,
-    lambda x: lax.cond(x[0] > 0, *_branches, x) * 2 + lax.cond(x[0] > 0, *_branches, x) * 3,  # its functions are in a tuple
-    read_twice,
-])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: _jitted(x) * 2 + _jitted(x) * 3,
+        # its functions are in a tuple
+        lambda x: lax.cond(x[0] > 0, *_branches, x) * 2 + lax.cond(x[0] > 0, *_branches, x) * 3,
+        read_twice,
+    ],
+)
 def test_equal_equations_that_do_not_do_the_same(fn: Callable[[jax.Array], jax.Array]) -> None:
-    """Two calls of a function with a derivative of its own have two cotangents, and two reads of a reference may have two values."""
+    """Two calls of a function with a derivative of its own have two cotangents, and two reads of a
+    reference may have two values.
+    """
     closed = jax.make_jaxpr(fn)(X)
     jaxpr = simplified(closed.jaxpr)
     mine = jax.value_and_grad(lambda x: jax.core.eval_jaxpr(jaxpr, closed.consts, x)[0].sum())(X)
@@ -81,7 +96,8 @@ def test_effects_and_checks_stay() -> None:
         return x
 
     assert len(simplified(jax.make_jaxpr(fn)(X).jaxpr).eqns) == 2
-    loss = jit(lambda x, target: (torch.nn.functional.nll_loss(x, target), x.sum())[1])  # nothing uses the loss
+    # nothing uses the loss
+    loss = jit(lambda x, target: (torch.nn.functional.nll_loss(x, target), x.sum())[1])
     with pytest.raises(IndexError, match="Target 7 is out of bounds"):
         loss(torch.zeros(2, 3), torch.tensor([0, 7]))
 
@@ -122,20 +138,38 @@ def test_linear_of_vectors(shape: tuple[int, ...], bias: bool) -> None:
             return T.functional_call(layer, p, (x,)).tanh().sum()
 
         hessian = T.vmap(T.hessian(lambda x: f(params, x)))
-        return T.vmap(lambda x: f(params, x))(x), T.vmap(T.grad(f), (None, 0))(params, x), hessian, hessian(x)
+        return (
+            T.vmap(lambda x: f(params, x))(x),
+            T.vmap(T.grad(f), (None, 0))(params, x),
+            hessian,
+            hessian(x),
+        )
 
     mine, theirs = found(torchfunc_jax), found(torch.func)
-    same((*mine[:2], mine[3], jit(mine[2])(x)), (*theirs[:2], theirs[3], theirs[3]), rtol=1e-4, atol=1e-5)
+    same(
+        (*mine[:2], mine[3], jit(mine[2])(x)),
+        (*theirs[:2], theirs[3], theirs[3]),
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
-@pytest.mark.parametrize("args", [
-    (torch.ones(3), torch.ones(2, 4)), (torch.ones(3), torch.ones(2, 3), torch.ones(5)), (torch.ones(()), torch.ones(2, 3)),
-    (torch.ones(3), torch.ones(2, 3, dtype=torch.float64)), (torch.ones(3), torch.ones(3)),
-])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.ones(3), torch.ones(2, 4)),
+        (torch.ones(3), torch.ones(2, 3), torch.ones(5)),
+        (torch.ones(()), torch.ones(2, 3)),
+        (torch.ones(3), torch.ones(2, 3, dtype=torch.float64)),
+        (torch.ones(3), torch.ones(3)),
+    ],
+)
 def test_linear_refuses_what_torch_refuses(args: tuple[torch.Tensor, ...]) -> None:
     def outcome(T):
         try:
-            return T.vmap(lambda *a: torch.nn.functional.linear(*a))(*[a.expand(2, *a.shape) for a in args])
+            return T.vmap(lambda *a: torch.nn.functional.linear(*a))(
+                *[a.expand(2, *a.shape) for a in args]
+            )
         except Exception as error:
             return type(error), str(error).split("\n")[0]
 
@@ -163,7 +197,10 @@ LOOPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "matrix_exp": lambda x: torch.linalg.matrix_exp(x.reshape(-1, 2, 2)),
     "ndtri": torch.special.ndtri,
     "ctc_loss": lambda x: torch.nn.functional.ctc_loss(
-        torch.stack([x, -x], 1).log_softmax(1), torch.ones(1, 1, dtype=torch.long), torch.tensor([len(x)]), torch.tensor([1])
+        torch.stack([x, -x], 1).log_softmax(1),
+        torch.ones(1, 1, dtype=torch.long),
+        torch.tensor([len(x)]),
+        torch.tensor([1]),
     ),
     "chebyshev_polynomial_t": lambda x: torch.special.chebyshev_polynomial_t(x, len(x)),
     "a lowering of the user's": lambda x: torch.ops.test_simplify.total(x),

@@ -1,4 +1,7 @@
-"""Rewritten products (bridge/jit/products.py): outer products in the order of their result, and weights before few rows."""
+"""Rewritten products (bridge/jit/products.py): outer products in the order of their result, and
+weights before few rows.
+"""
+
 from __future__ import annotations
 
 import jax
@@ -31,16 +34,21 @@ def both(function, *args):
 
 
 @given(
-    batch=st.lists(st.integers(1, 3), max_size=2), left=st.lists(st.integers(1, 3), max_size=2),
-    right=st.lists(st.integers(1, 3), max_size=2), data=st.data(), dtype=st.sampled_from(["float32", "bfloat16", "complex64", "int32"]),
+    batch=st.lists(st.integers(1, 3), max_size=2),
+    left=st.lists(st.integers(1, 3), max_size=2),
+    right=st.lists(st.integers(1, 3), max_size=2),
+    data=st.data(),
+    dtype=st.sampled_from(["float32", "bfloat16", "complex64", "int32"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_order_of_any_batched_outer_product(batch, left, right, data, dtype):
     rng = np.random.default_rng(0)
     places = [data.draw(st.permutations(range(len(batch) + len(free)))) for free in (left, right)]
-    dims = [tuple(p.index(i) for i in range(len(batch))) for p in places]  # where the batch dimensions of each side lie
+    # where the batch dimensions of each side lie
+    dims = [tuple(p.index(i) for i in range(len(batch))) for p in places]
     sides = [
-        jnp.asarray(rng.integers(-9, 9, [(*batch, *free)[k] for k in p]), dtype) for p, free in zip(places, (left, right), strict=True)
+        jnp.asarray(rng.integers(-9, 9, [(*batch, *free)[k] for k in p]), dtype)
+        for p, free in zip(places, (left, right), strict=True)
     ]
     n = len(batch) + len(left) + len(right)
     first, second = data.draw(st.permutations(range(n))), data.draw(st.permutations(range(n)))
@@ -56,12 +64,23 @@ A, B = jnp.arange(6.0).reshape(2, 3), jnp.arange(8.0).reshape(2, 4)
 OUTER = (((), ()), ((0,), (0,)))
 KEPT = {
     "a product in its own order": lambda a, b: lax.dot_general(a, b, OUTER),
-    "turned and turned back": lambda a, b: lax.transpose(lax.transpose(lax.dot_general(a, b, OUTER), (0, 2, 1)), (0, 2, 1)),
-    "read by something else too": lambda a, b: (lambda p: (p.sum(), lax.transpose(p, (0, 2, 1))))(lax.dot_general(a, b, OUTER)),
-    "an output too": lambda a, b: (lambda p: (p, lax.transpose(p, (0, 2, 1))))(lax.dot_general(a, b, OUTER)),
-    "a sum of products": lambda a, b: lax.transpose(lax.dot_general(a, b, (((0,), (0,)), ((), ()))), (1, 0)),
+    "turned and turned back": lambda a, b: lax.transpose(
+        lax.transpose(lax.dot_general(a, b, OUTER), (0, 2, 1)), (0, 2, 1)
+    ),
+    "read by something else too": lambda a, b: (lambda p: (p.sum(), lax.transpose(p, (0, 2, 1))))(
+        lax.dot_general(a, b, OUTER)
+    ),
+    "an output too": lambda a, b: (lambda p: (p, lax.transpose(p, (0, 2, 1))))(
+        lax.dot_general(a, b, OUTER)
+    ),
+    "a sum of products": lambda a, b: lax.transpose(
+        lax.dot_general(a, b, (((0,), (0,)), ((), ()))), (1, 0)
+    ),
     "wider than its sides": lambda a, b: lax.transpose(
-        lax.dot_general(a.astype("bfloat16"), b.astype("bfloat16"), OUTER, preferred_element_type="float32"), (0, 2, 1)
+        lax.dot_general(
+            a.astype("bfloat16"), b.astype("bfloat16"), OUTER, preferred_element_type="float32"
+        ),
+        (0, 2, 1),
     ),
 }
 
@@ -97,34 +116,46 @@ def test_jacobian_of_a_batch_has_no_copy():
     # and it can still be differentiated, as the product that it was
     loss = lambda tf: lambda p: sum((j**2).sum() for j in jacobians(tf)(p, x).values())
     for k, g in torch.func.grad(loss(torch.func))(p).items():
-        torch.testing.assert_close(torchfunc_jax.jit(torchfunc_jax.grad(loss(torchfunc_jax)))(p)[k], g)
+        torch.testing.assert_close(
+            torchfunc_jax.jit(torchfunc_jax.grad(loss(torchfunc_jax)))(p)[k], g
+        )
 
 
 def every_name(jaxpr):
     """The names of all primitives, those of loops and calls too."""
-    params = jax.tree.leaves([list(e.params.values()) for e in jaxpr.eqns], is_leaf=lambda p: hasattr(p, "eqns"))
+    params = jax.tree.leaves(
+        [list(e.params.values()) for e in jaxpr.eqns], is_leaf=lambda p: hasattr(p, "eqns")
+    )
     inner = [p for p in params if hasattr(p, "eqns")]
     return names(jaxpr) + [name for p in inner for name in every_name(getattr(p, "jaxpr", p))]
 
 
 @given(
-    rows=st.lists(st.integers(1, 3), max_size=2), batch=st.lists(st.integers(1, 3), max_size=2),
-    repeated=st.lists(st.integers(1, 3), max_size=2), data=st.data(), weight_last=st.booleans(),
+    rows=st.lists(st.integers(1, 3), max_size=2),
+    batch=st.lists(st.integers(1, 3), max_size=2),
+    repeated=st.lists(st.integers(1, 3), max_size=2),
+    data=st.data(),
+    weight_last=st.booleans(),
     lies=st.sampled_from(["in its rows", "in its columns"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_any_product_of_a_weight_keeps_its_value(rows, batch, repeated, data, weight_last, lies):
-    """w: [*batch, 128, 144], repeated for each matrix of x; x: [*batch, *repeated, *rows, 144] in any order of its dimensions."""
+    """w: [*batch, 128, 144], repeated for each matrix of x; x: [*batch, *repeated, *rows, 144] in
+    any order of its dimensions.
+    """
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(*batch, 128, 144)))
     w = w if lies == "in its rows" else jnp.swapaxes(w, -1, -2)
     whole = (*batch, *repeated, *rows, 144)
-    place = data.draw(st.permutations(range(len(whole))))  # dimension k of x is dimension place[k] of the whole
+    # dimension k of x is dimension place[k] of the whole
+    place = data.draw(st.permutations(range(len(whole))))
     x = jnp.asarray(rng.normal(size=[whole[k] for k in place]))
     nb, nr = len(batch), len(repeated)
 
     def product(x, w):
-        wide = lax.broadcast_in_dim(w, (*batch, *repeated, *w.shape[-2:]), (*range(nb), nb + nr, nb + nr + 1))
+        wide = lax.broadcast_in_dim(
+            w, (*batch, *repeated, *w.shape[-2:]), (*range(nb), nb + nr, nb + nr + 1)
+        )
         wide = lax.transpose(wide, data_order)
         at = [data_order.index(d) for d in range(nb + nr)]
         contracted = data_order.index(nb + nr + (lies == "in its rows"))
@@ -155,7 +186,9 @@ LEFT_ALONE = {
     "a small weight": lambda x, w: x @ w[:8].T,
     "a weight whose columns are summed": lambda x, w: x @ w[:256],
     "whole numbers": lambda x, w: x.astype(int) @ w.T.astype(int),
-    "two contracted dimensions": lambda x, w: jnp.einsum("sab,lab->sl", x.reshape(4, 16, 16), w.reshape(512, 16, 16)),
+    "two contracted dimensions": lambda x, w: jnp.einsum(
+        "sab,lab->sl", x.reshape(4, 16, 16), w.reshape(512, 16, 16)
+    ),
 }
 
 
@@ -171,25 +204,52 @@ def test_products_inside_of_loops_branches_and_calls():
         x = lax.cond(x[0].sum() > 0, lambda x: x @ w[:256].T, lambda x: x, x)
         return jax.jit(lambda x: x @ w.T)(x)
 
-    x, w = jnp.sin(jnp.arange(1024.0)).reshape(4, 256), jnp.cos(jnp.arange(512 * 256.0)).reshape(512, 256) / 16
+    x, w = (
+        jnp.sin(jnp.arange(1024.0)).reshape(4, 256),
+        jnp.cos(jnp.arange(512 * 256.0)).reshape(512, 256) / 16,
+    )
     made = jax.make_jaxpr(function)(x, w)
     written = rearranged(made.jaxpr, True)
     assert every_name(written).count("optimization_barrier") == 3
-    np.testing.assert_allclose(jax.core.eval_jaxpr(written, made.consts, x, w)[0], function(x, w), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.core.eval_jaxpr(written, made.consts, x, w)[0], function(x, w), rtol=1e-4, atol=1e-5
+    )
     for k, gradient in enumerate(jax.grad(lambda *a: function(*a).sum(), (0, 1))(x, w)):
         again = rearranging(jax.grad(lambda *a: function(*a).sum(), k), made.jaxpr)
         np.testing.assert_allclose(jax.jit(again)(x, w), gradient, rtol=1e-4, atol=1e-4)
 
 
-ROWS, LANES = jnp.sin(jnp.arange(1536.0)).reshape(96, 16), jnp.cos(jnp.arange(8 * 32 * 16.0)).reshape(8, 32, 16)
-IN_LANES = {  # of rows [96, 16] and lanes of weights [8, 32, 16]: the function, and how many transposes put the lanes before the rows
+ROWS, LANES = (
+    jnp.sin(jnp.arange(1536.0)).reshape(96, 16),
+    jnp.cos(jnp.arange(8 * 32 * 16.0)).reshape(8, 32, 16),
+)
+# of rows [96, 16] and lanes of weights [8, 32, 16]: the function, and how many transposes put the
+# lanes before the rows
+IN_LANES = {
     "a bias of each lane": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + w.sum(1)))(w), 1),
-    "lanes of lanes": (lambda x, w: jax.vmap(jax.vmap(lambda w: jnp.sin(x @ w.T + w.sum(1))))(w.reshape(2, 4, 32, 16)), 1),
-    "two layers": (lambda x, w: jax.vmap(lambda w: jnp.tanh(jnp.tanh(x @ w.T + w.sum(1)) @ w))(w), 1),
-    "a bias of all lanes": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + 1), out_axes=1)(w), 0),
+    "lanes of lanes": (
+        lambda x, w: jax.vmap(jax.vmap(lambda w: jnp.sin(x @ w.T + w.sum(1))))(
+            w.reshape(2, 4, 32, 16)
+        ),
+        1,
+    ),
+    "two layers": (
+        lambda x, w: jax.vmap(lambda w: jnp.tanh(jnp.tanh(x @ w.T + w.sum(1)) @ w))(w),
+        1,
+    ),
+    "a bias of all lanes": (
+        lambda x, w: jax.vmap(lambda w: jnp.tanh(x @ w.T + 1), out_axes=1)(w),
+        0,
+    ),
     "the weight first": (lambda x, w: jax.vmap(lambda w: jnp.tanh((w @ x.T).T + w.sum(1)))(w), 0),
-    "rows of each lane": (lambda x, w: jax.vmap(lambda w, x: jnp.tanh(x @ w.T + w.sum(1)))(w, x.reshape(8, 12, 16)), 0),
-    "one weight": (lambda x, w: jax.vmap(lambda x: jnp.tanh(x @ w[0].T + x.sum()))(x.reshape(8, 12, 16)), 0),
+    "rows of each lane": (
+        lambda x, w: jax.vmap(lambda w, x: jnp.tanh(x @ w.T + w.sum(1)))(w, x.reshape(8, 12, 16)),
+        0,
+    ),
+    "one weight": (
+        lambda x, w: jax.vmap(lambda x: jnp.tanh(x @ w[0].T + x.sum()))(x.reshape(8, 12, 16)),
+        0,
+    ),
     "no lanes": (lambda x, w: jnp.tanh((x @ w.reshape(256, 16).T).T), 0),
     "a small product": (lambda x, w: jax.vmap(lambda w: jnp.tanh(x[:48] @ w.T + w.sum(1)))(w), 0),
 }
@@ -204,9 +264,15 @@ def test_lanes_that_lie_before_the_rows(case):
         written = rearranged(made.jaxpr, True)
         barriers = every_name(written).count("optimization_barrier")
         assert barriers == count if f is function else barriers >= count
-        for found, expected in zip(jax.core.eval_jaxpr(written, made.consts, ROWS, LANES), jax.tree.leaves(f(ROWS, LANES)), strict=True):
+        for found, expected in zip(
+            jax.core.eval_jaxpr(written, made.consts, ROWS, LANES),
+            jax.tree.leaves(f(ROWS, LANES)),
+            strict=True,
+        ):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        assert rearranged(made.jaxpr, False) is rearranged(made.jaxpr, True, final=False) is made.jaxpr
+        assert (
+            rearranged(made.jaxpr, False) is rearranged(made.jaxpr, True, final=False) is made.jaxpr
+        )
 
 
 def in_loops(jaxpr):
@@ -234,21 +300,30 @@ def test_sums_of_products_in_loops(case, vmapped, reverse):
     h, w, xs = (jnp.asarray(rng.normal(size=s) / 2) for s in ((1, 3), (3, 3), (5, 1, 3)))
 
     def loss(w, h, xs):
-        last, every = lax.scan(lambda h, x: (h := STEPS[case](h, w, x), h.sum(0)), h, xs, reverse=reverse)
+        last, every = lax.scan(
+            lambda h, x: (h := STEPS[case](h, w, x), h.sum(0)), h, xs, reverse=reverse
+        )
         return (last**2).sum() + jnp.cos(every).sum()
 
     if case == "a product of the input with itself":
         h, xs = jnp.concatenate([h, h]), jnp.concatenate([xs, xs], 1)
     gradient = jax.grad(loss, (0, 1, 2))
     if vmapped:
-        gradient, w, h = jax.vmap(gradient, (0, 0, None)), jnp.stack([w, w.T]), jnp.stack([h, 2 * h])
+        gradient, w, h = (
+            jax.vmap(gradient, (0, 0, None)),
+            jnp.stack([w, w.T]),
+            jnp.stack([h, 2 * h]),
+        )
     made = jax.make_jaxpr(gradient)(w, h, xs)
     written = rearranged(made.jaxpr, True)
     expected = gradient(w, h, xs)
     for found, e in zip(jax.core.eval_jaxpr(written, made.consts, w, h, xs), expected, strict=True):
         np.testing.assert_allclose(found, e, rtol=1e-4, atol=1e-5)
     if case in ("a product", "the transposed weight", "an einsum"):
-        assert ("dot_general", w.shape) in in_loops(made.jaxpr) and ("dot_general", w.shape) not in in_loops(written)
+        assert ("dot_general", w.shape) in in_loops(made.jaxpr) and (
+            "dot_general",
+            w.shape,
+        ) not in in_loops(written)
 
 
 def test_a_sum_that_the_loop_reads_stays_in_it():
@@ -273,13 +348,19 @@ def test_a_step_of_a_loop_that_returns_or_reads_constants():
 LAYERS = {
     "linear": lambda: torch.nn.Linear(128, 160),
     "lstm": lambda: torch.nn.LSTM(128, 128, batch_first=True),
-    "attention": lambda: torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True),
+    "attention": lambda: torch.nn.TransformerEncoderLayer(
+        128, 4, 256, dropout=0.0, batch_first=True
+    ),
 }
 WAYS = {  # functions of a loss of parameters and of one sequence, the parameters, and sequences
-    "jit": lambda loss, p, x: torchfunc_jax.jit(lambda p, x: torch.stack([loss(p, t) for t in x]))(p, x),
+    "jit": lambda loss, p, x: torchfunc_jax.jit(lambda p, x: torch.stack([loss(p, t) for t in x]))(
+        p, x
+    ),
     "un-jitted": lambda loss, p, x: torchfunc_jax.vmap(lambda t: loss(p, t))(x),
     "jit(vmap)": lambda loss, p, x: torchfunc_jax.jit(torchfunc_jax.vmap(loss, (None, 0)))(p, x),
-    "jit(vmap(grad))": lambda loss, p, x: torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(loss), (None, 0)))(p, x),
+    "jit(vmap(grad))": lambda loss, p, x: torchfunc_jax.jit(
+        torchfunc_jax.vmap(torchfunc_jax.grad(loss), (None, 0))
+    )(p, x),
 }
 
 
@@ -296,12 +377,17 @@ def test_layers_of_torch_with_few_rows(layer, way):
 
     for shape in ((2, 3, 128), (3, 2, 128)):
         x = torch.randn(shape, dtype=torch.float64)
-        p = {k: v.detach().clone().requires_grad_(way != "jit(vmap(grad))") for k, v in m.named_parameters()}
+        p = {
+            k: v.detach().clone().requires_grad_(way != "jit(vmap(grad))")
+            for k, v in m.named_parameters()
+        }
         found = WAYS[way](loss, p, x)
         expected = [loss(dict(m.named_parameters()), t) for t in x]
         wanted = [torch.autograd.grad(e, list(m.parameters()), retain_graph=True) for e in expected]
         if way == "jit(vmap(grad))":
-            torch.testing.assert_close(list(found.values()), [torch.stack(g) for g in zip(*wanted, strict=True)])
+            torch.testing.assert_close(
+                list(found.values()), [torch.stack(g) for g in zip(*wanted, strict=True)]
+            )
         else:
             torch.testing.assert_close(found, torch.stack(expected))
             gradients = torch.autograd.grad(found.sum(), list(p.values()))
@@ -309,11 +395,19 @@ def test_layers_of_torch_with_few_rows(layer, way):
 
 
 @pytest.mark.parametrize(
-    "product", [torch.mv, lambda m, v: torch.addmv(torch.ones(3), m, v), lambda m, v: torch.nn.functional.linear(v, m)],
+    "product",
+    [
+        torch.mv,
+        lambda m, v: torch.addmv(torch.ones(3), m, v),
+        lambda m, v: torch.nn.functional.linear(v, m),
+    ],
 )
 def test_a_matrix_times_mapped_vectors_is_their_rows_times_its_transpose(product):
     m, rows = torch.arange(12.0).reshape(3, 4), torch.arange(40.0).reshape(5, 2, 4)
     f = torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.vmap(product, (None, 0)), (None, 0)))
-    torch.testing.assert_close(f(m, rows), torch.func.vmap(torch.func.vmap(product, (None, 0)), (None, 0))(m, rows))
+    torch.testing.assert_close(
+        f(m, rows), torch.func.vmap(torch.func.vmap(product, (None, 0)), (None, 0))(m, rows)
+    )
     text = f.lower(m, rows).as_text().split("dot_general")[1]
-    assert "transpose" not in text  # XLA carries one through the operators that follow, and reads memory in strides there
+    # XLA carries one through the operators that follow, and reads memory in strides there
+    assert "transpose" not in text

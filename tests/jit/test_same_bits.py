@@ -1,8 +1,11 @@
-"""The same call gives the same bits again where somebody compares: under deterministic algorithms, in gradcheck, in one node's backward.
+"""The same call gives the same bits again where somebody compares: under deterministic algorithms,
+in gradcheck, in one node's backward.
 
-Elsewhere a program is compiled anew, with all of XLA's optimizations, once it has run for a while, and rounds differently from then on.
-Here that happens as early as it can: the second call of a program makes its better tier, and the third call may use it.
+Elsewhere a program is compiled anew, with all of XLA's optimizations, once it has run for a while,
+and rounds differently from then on. Here that happens as early as it can: the second call of a
+program makes its better tier, and the third call may use it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -26,14 +29,22 @@ Leaves = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Which compilations there were, "fast" and "well"; each is done at once, and second ones as soon as possible."""
+    """Which compilations there were, "fast" and "well"; each is done at once, and second ones as
+    soon as possible.
+    """
     found: list[str] = []
     for name in ("fast", "well"):
         compiled = getattr(tiers, f"_{name}")
-        monkeypatch.setattr(tiers, f"_{name}", lambda *given, name=name, compiled=compiled: (found.append(name), compiled(*given))[1])
+        monkeypatch.setattr(
+            tiers,
+            f"_{name}",
+            lambda *given, name=name, compiled=compiled: (found.append(name), compiled(*given))[1],
+        )
     monkeypatch.setattr(tiers, "_WORTH", 1e9)
     monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
-    monkeypatch.setattr(process.compiler, "later", lambda work, idle=False: None if idle else work())
+    monkeypatch.setattr(
+        process.compiler, "later", lambda work, idle=False: None if idle else work()
+    )
     monkeypatch.setattr(process, "programs", programs._Kept())
     monkeypatch.setattr(process, "executables", Recent(128))
     monkeypatch.setattr(process, "widths", type(process.widths)())
@@ -42,7 +53,9 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def polynomial(v: torch.Tensor) -> torch.Tensor:
-    """Products and sums, which the second tier contracts, and a sum of more than 32 numbers, which it adds up in parts."""
+    """Products and sums, which the second tier contracts, and a sum of more than 32 numbers, which
+    it adds up in parts.
+    """
     return ((v * v * 0.3 + v) * v - 0.7 * v).softmax(-1)
 
 
@@ -72,7 +85,9 @@ def _of_widths(x: torch.Tensor) -> torch.Tensor:
 
 #: A call of a tensor of 15 rows of 16 numbers.
 SAME: dict[str, Callable[[torch.Tensor], Any]] = {
-    "vmap of grad": vmap(grad(lambda v: functional_call(NET, dict(NET.named_parameters()), (v,)).squeeze().sin())),
+    "vmap of grad": vmap(
+        grad(lambda v: functional_call(NET, dict(NET.named_parameters()), (v,)).squeeze().sin())
+    ),
     "jacrev": jacrev(lambda x: polynomial(x).sum(0)),
     "hessian": lambda x: hessian(lambda v: polynomial(v).sin().sum())(x[0]),
     "jvp": lambda x: jvp(polynomial, (x,), (x,)),
@@ -83,10 +98,12 @@ SAME: dict[str, Callable[[torch.Tensor], Any]] = {
     "not recorded": vmap(grad(_unrecorded)),
     "not recorded, alone": lambda x: grad(_unrecorded)(x[0]),
     "backward": lambda x: _backward(vmap(lambda v: polynomial(v * W)), x.clone()),
-    "backward, not recorded": lambda x: _backward(vmap(lambda v: polynomial(v * W).as_strided((16,), (1,))), x.clone()),
+    "backward, not recorded": lambda x: _backward(
+        vmap(lambda v: polynomial(v * W).as_strided((16,), (1,))), x.clone()
+    ),
     "widths": _of_widths,
     "jit": jit(vmap(grad(lambda v: polynomial(v).sin().sum()))),
-}  # fmt: skip
+}
 
 
 def _leaves(found: Any) -> Leaves:
@@ -98,7 +115,9 @@ def _same(a: Leaves, b: Leaves) -> bool:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_one_tier_for_a_program_s_life_under_deterministic_algorithms(name: str, compilations: list[str]) -> None:
+def test_one_tier_for_a_program_s_life_under_deterministic_algorithms(
+    name: str, compilations: list[str]
+) -> None:
     torch.use_deterministic_algorithms(True)
     x = torch.randn(15, 16)
     process.widths.wasted = _Endless()  # the added lanes have cost enough for a program of its own
@@ -115,11 +134,15 @@ class _Endless(dict):
 
 
 @pytest.mark.parametrize("retained", [False, True], ids=["compiled before", "compiled after"])
-def test_a_backward_pass_is_of_the_tier_of_its_forward_pass(retained: bool, compilations: list[str]) -> None:
+def test_a_backward_pass_is_of_the_tier_of_its_forward_pass(
+    retained: bool, compilations: list[str]
+) -> None:
     x, call = torch.randn(15, 16).requires_grad_(), vmap(lambda v: polynomial(v * W))
 
     def backward(out: torch.Tensor) -> Leaves:
-        return list(torch.autograd.grad(out, [x, W], torch.ones_like(out) * x.detach(), retain_graph=True))
+        return list(
+            torch.autograd.grad(out, [x, W], torch.ones_like(out) * x.detach(), retain_graph=True)
+        )
 
     out = call(x)
     before = None if retained else backward(out)
@@ -133,7 +156,9 @@ def test_a_backward_pass_is_of_the_tier_of_its_forward_pass(retained: bool, comp
 
 
 class _Through(torch.autograd.Function):
-    """A Function whose backward calls transforms, as libraries do for their vector-Jacobian products."""
+    """A Function whose backward calls transforms, as libraries do for their vector-Jacobian
+    products.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Any) -> torch.Tensor:
@@ -156,14 +181,18 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "jacrev": jacrev(lambda x: polynomial(x).sum(0)),
     "vjp": lambda x: vjp(polynomial, x)[1](x)[0],
     "a Function": lambda x: _Through.apply(x, polynomial),
-    "a Function, not recorded": lambda x: _Through.apply(x, lambda v: polynomial(v).as_strided((5,), (1,))),
-}  # fmt: skip
+    "a Function, not recorded": lambda x: _Through.apply(
+        x, lambda v: polynomial(v).as_strided((5,), (1,))
+    ),
+}
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["gradcheck", "gradgradcheck"])
 @pytest.mark.parametrize("name", CHECKED)
 def test_gradcheck(name: str, again: bool, compilations: list[str]) -> None:
-    """It compares the backward passes of one graph bit by bit, and calls the function often enough for a better tier."""
+    """It compares the backward passes of one graph bit by bit, and calls the function often enough
+    for a better tier.
+    """
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
     CHECKED[name](x)
     (gradgradcheck if again else gradcheck)(CHECKED[name], (x,), fast_mode=again)
@@ -186,10 +215,27 @@ X = torch.randn(15, 40, dtype=torch.float64)
 
 #: Numbers of the calls of a jitted function in turn; the function.
 NUMBERS: dict[str, tuple[list[tuple[float, int]], Callable[..., torch.Tensor]]] = {
-    "a power": ([(2.0, 1), (3.0, 1), (2.0, 1), (2.5, 1), (3.0, 1), (2.0, 1)], lambda x, s, n: (x.abs() ** s * 0.3 + x).softmax(-1)),
-    "a quotient": ([(3.0, 1), (7.0, 1), (3.0, 1), (7.0, 1)], lambda x, s, n: (x / s * 0.3 + x).softmax(-1) / s),
+    "a power": (
+        [(2.0, 1), (3.0, 1), (2.0, 1), (2.5, 1), (3.0, 1), (2.0, 1)],
+        lambda x, s, n: (x.abs() ** s * 0.3 + x).softmax(-1),
+    ),
+    "a quotient": (
+        [(3.0, 1), (7.0, 1), (3.0, 1), (7.0, 1)],
+        lambda x, s, n: (x / s * 0.3 + x).softmax(-1) / s,
+    ),
     "two numbers": (
-        [(3.0, 1), (7.0, 1), (7.0, 5), (3.0, 1), (7.0, 1), (7.0, 5), (7.0, 1), (9.0, 6), (7.0, 5), (7.0, 1)],
+        [
+            (3.0, 1),
+            (7.0, 1),
+            (7.0, 5),
+            (3.0, 1),
+            (7.0, 1),
+            (7.0, 5),
+            (7.0, 1),
+            (9.0, 6),
+            (7.0, 5),
+            (7.0, 1),
+        ],
         lambda x, s, n: (x.abs() ** s / n * 0.3 + x / s).softmax(-1) / n,
     ),
 }

@@ -1,4 +1,7 @@
-"""A training step trains as torch.optim does: as a module, under jit, and exported, where torch cannot be imported."""
+"""A training step trains as torch.optim does: as a module, under jit, and exported, where torch
+cannot be imported.
+"""
+
 from __future__ import annotations
 
 import importlib.util
@@ -55,12 +58,24 @@ class Case(NamedTuple):
 OPTAX_SGD = "optax's sgd, made of numbers"
 CASES = {
     "sgd with momentum": Case(
-        classifier, cross_entropy, "sgd", {"lr": 0.1, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        classifier,
+        cross_entropy,
+        "sgd",
+        {"lr": 0.1, "momentum": 0.9},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    ),
     "adam": Case(regressor, squares, "adam", {"lr": 0.01}, lambda p: torch.optim.Adam(p, lr=0.01)),
-    "optax's adam": Case(classifier, cross_entropy, optax.adam(0.01), {}, lambda p: torch.optim.Adam(p, lr=0.01)),
+    "optax's adam": Case(
+        classifier, cross_entropy, optax.adam(0.01), {}, lambda p: torch.optim.Adam(p, lr=0.01)
+    ),
     OPTAX_SGD: Case(
-        regressor, squares, optax.sgd, {"learning_rate": 0.1, "momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-}  # fmt: skip
+        regressor,
+        squares,
+        optax.sgd,
+        {"learning_rate": 0.1, "momentum": 0.9},
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    ),
+}
 
 
 def made(case: Case) -> nn.Module:
@@ -101,21 +116,41 @@ def test_it_trains_as_torch_does(name: str, way: str) -> None:
         torch.testing.assert_close(t, after[key], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flatbuffers") is None, reason="jax.export writes files with flatbuffers")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flatbuffers") is None,
+    reason="jax.export writes files with flatbuffers",
+)
 @pytest.mark.parametrize(
-    "name", ["optax's adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd with momentum", "adam", OPTAX_SGD))]
+    "name",
+    [
+        "optax's adam",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("sgd with momentum", "adam", OPTAX_SGD)
+        ),
+    ],
 )
 def test_exported_it_trains_without_torch(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     losses, after = expected(case)
     xs, ys = batches()
-    exported = export(TrainingStep(made(case), case.loss, case.optimizer, **case.numbers), xs[0, :5], ys[0, :5])  # of another batch size
+    # of another batch size
+    exported = export(
+        TrainingStep(made(case), case.loss, case.optimizer, **case.numbers), xs[0, :5], ys[0, :5]
+    )
     exported.save(tmp_path / "step")
     (tmp_path / "train.py").write_text(BLOCKED + SCRIPT.read_text())
     found: list[float] = []
-    for part in (slice(30), slice(30, None)) if name == "sgd with momentum" else (slice(None),):  # a second run goes on
+    # a second run goes on
+    for part in (slice(30), slice(30, None)) if name == "sgd with momentum" else (slice(None),):
         np.savez(tmp_path / "data.npz", x0=xs[part], x1=ys[part])
-        done = subprocess.run([sys.executable, "train.py", "step", "data.npz"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "train.py", "step", "data.npz"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert not done.returncode, done.stderr
         found += map(float, done.stdout.split())
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
@@ -129,31 +164,54 @@ def test_exported_it_trains_without_torch(name: str, tmp_path: Path) -> None:
 
 def test_a_state_dict_goes_on_where_it_was() -> None:
     case = CASES["adam"]
-    one, two = (TrainingStep(made(case), case.loss, case.optimizer, **case.numbers) for _ in range(2))
+    one, two = (
+        TrainingStep(made(case), case.loss, case.optimizer, **case.numbers) for _ in range(2)
+    )
     given = list(zip(*batches(), strict=True))
     for batch in given[:5]:
         one(*batch)
     two.load_state_dict(one.state_dict())
-    assert float(one(*given[5])) == float(two(*given[5])) and float(one(*given[6])) == float(two(*given[6]))
+    assert float(one(*given[5])) == float(two(*given[5])) and float(one(*given[6])) == float(
+        two(*given[6])
+    )
 
 
 def test_dropout_draws_from_the_seed() -> None:
-    step = TrainingStep(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), squares, "sgd", lr=0.1)
+    step = TrainingStep(
+        nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), squares, "sgd", lr=0.1
+    )
     x, y = (t[0] for t in batches())
     exported = export(step, x, y.int(), batch=None)
     call = jax.jit(exported.program.call)
-    losses = [float(call(exported.weights, x.numpy(), y.int().numpy(), seed=np.uint32(k))[0]) for k in (0, 0, 1)]
+    losses = [
+        float(call(exported.weights, x.numpy(), y.int().numpy(), seed=np.uint32(k))[0])
+        for k in (0, 0, 1)
+    ]
     assert losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: TrainingStep(nn.Linear(3, 1), squares, "lion"), ValueError, "optimizer: expected one of adadelta"),
-        (lambda: TrainingStep(nn.Linear(3, 1), squares, "adam", momentum=0.9), TypeError, "'adam' has no 'momentum'"),
-        (lambda: TrainingStep(nn.Tanh(), squares), ValueError, "module: expected a parameter that requires grad"),
+        (
+            lambda: TrainingStep(nn.Linear(3, 1), squares, "lion"),
+            ValueError,
+            "optimizer: expected one of adadelta",
+        ),
+        (
+            lambda: TrainingStep(nn.Linear(3, 1), squares, "adam", momentum=0.9),
+            TypeError,
+            "'adam' has no 'momentum'",
+        ),
+        (
+            lambda: TrainingStep(nn.Tanh(), squares),
+            ValueError,
+            "module: expected a parameter that requires grad",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_trained(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+)
+def test_what_cannot_be_trained(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         make()

@@ -1,4 +1,7 @@
-"""What the tests share: when two results are the same, how often Python runs, and the transforms by name, ours and torch.func's."""
+"""What the tests share: when two results are the same, how often Python runs, and the transforms by
+name, ours and torch.func's.
+"""
+
 from __future__ import annotations
 
 import ctypes
@@ -14,7 +17,9 @@ import torchfunc_jax
 
 
 def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> None:
-    """Same tree, same types, shapes, dtypes and, within torch's own tolerances for the dtype, values."""
+    """Same tree, same types, shapes, dtypes and, within torch's own tolerances for the dtype,
+    values.
+    """
     mine, my_spec = pytree.tree_flatten(actual)
     theirs, their_spec = pytree.tree_flatten(expected)
     assert my_spec == their_spec, f"{my_spec} is not {their_spec}"
@@ -27,7 +32,9 @@ def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | No
 
 
 class Runs:
-    """Counts how often Python runs, in C's memory: jit repeats at each call what a function does to Python objects."""
+    """Counts how often Python runs, in C's memory: jit repeats at each call what a function does to
+    Python objects.
+    """
 
     def __init__(self) -> None:
         self._number = ctypes.c_long(0)
@@ -54,16 +61,24 @@ class Traces(Runs):
 
 def floats(*shape: int) -> torch.Tensor:
     """Random numbers in float64, the same at each call."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def fresh(tree: Any) -> Any:
-    """The tree with every tensor replaced by a copy of its own memory, strides and requires_grad kept."""
+    """The tree with every tensor replaced by a copy of its own memory, strides and requires_grad
+    kept.
+    """
 
     def copy(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach()) if 0 not in x.stride() else x.detach().clone()
+        new = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
+            if 0 not in x.stride()
+            else x.detach().clone()
+        )
         return new.requires_grad_(x.requires_grad)
 
     return pytree.tree_map(copy, tree)
@@ -72,14 +87,27 @@ def fresh(tree: Any) -> Any:
 def as_numpy(tree: Any) -> Any:
     """The tree with torch tensors and jax.Arrays as numpy arrays."""
     return pytree.tree_map(
-        lambda x: np.asarray(x.detach() if isinstance(x, torch.Tensor) else x) if isinstance(x, torch.Tensor | jax.Array) else x, tree
+        lambda x: (
+            np.asarray(x.detach() if isinstance(x, torch.Tensor) else x)
+            if isinstance(x, torch.Tensor | jax.Array)
+            else x
+        ),
+        tree,
     )
 
 
 class Case:
-    """A function of the transforms' namespace (torch.func or ours) that gives a callable, and the arguments to call it with."""
+    """A function of the transforms' namespace (torch.func or ours) that gives a callable, and the
+    arguments to call it with.
+    """
 
-    def __init__(self, name: str, build: Callable[[Any], Callable[..., Any]], arguments: Callable[[], tuple[Any, ...]], jit: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[Any], Callable[..., Any]],
+        arguments: Callable[[], tuple[Any, ...]],
+        jit: bool,
+    ) -> None:
         self.name, self.build, self.arguments, self.jit = name, build, arguments, jit
 
 
@@ -90,7 +118,9 @@ class Table:
         self.cases: list[Case] = []
 
     def __call__(self, *arguments: Any, jit: bool = True) -> Callable[..., Any]:
-        """Declare a case; arguments are shapes (float32 normal numbers) or functions without arguments that make one."""
+        """Declare a case; arguments are shapes (float32 normal numbers) or functions without
+        arguments that make one.
+        """
 
         def declare(build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
             def make() -> tuple[Any, ...]:

@@ -1,9 +1,12 @@
-"""The table of PyTorch's ambient state: what each state does to what runs in JAX, beside torch.func in the same place.
+"""The table of PyTorch's ambient state: what each state does to what runs in JAX, beside torch.func
+in the same place.
 
-A ``State`` is a way to put PyTorch in a state and a program that shows it.  ``observed`` runs one cell of the table: a state, set inside
-the function, around the call or between two calls; one way to transform; tensors that are captured or passed.
-tests/unjitted/test_ambient_state.py runs the cells, docs/ambient_state.py prints them.
+A ``State`` is a way to put PyTorch in a state and a program that shows it. ``observed`` runs one
+cell of the table: a state, set inside the function, around the call or between two calls; one way
+to transform; tensors that are captured or passed. tests/unjitted/test_ambient_state.py runs the
+cells, docs/ambient_state.py prints them.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -29,9 +32,10 @@ WHENS = ("inside", "around", "between")
 TENSORS = ("captured", "passed")
 
 
-# -- programs and states -----------------------------------------------------------------------------------------------------------
+# -- programs and states ---------------------------------------------------------------------------
 class Program:
-    """A layer, its weight, and what a state keeps of them; made anew for each cell and each of the two libraries.
+    """A layer, its weight, and what a state keeps of them; made anew for each cell and each of the
+    two libraries.
 
     Attributes:
         T: torch.func, or torchfunc_jax.
@@ -71,11 +75,20 @@ class Other:
     """
 
     def __init__(
-        self, says: str, reason: str, *, match: str = "", error: type[BaseException] = RuntimeError, when: str = "", ways: str = "",
+        self,
+        says: str,
+        reason: str,
+        *,
+        match: str = "",
+        error: type[BaseException] = RuntimeError,
+        when: str = "",
+        ways: str = "",
         tensors: str = "",
     ) -> None:
         self.says, self.reason, self.match, self.error = says, reason, match, error
-        self.when, self.ways, self.tensors = (tuple(s.strip() for s in t.split(",") if s.strip()) for t in (when, ways, tensors))
+        self.when, self.ways, self.tensors = (
+            tuple(s.strip() for s in t.split(",") if s.strip()) for t in (when, ways, tensors)
+        )
 
     def holds(self, when: str, way: str, tensors: str) -> bool:
         asked = zip((when, way, tensors), (self.when, self.ways, self.tensors), strict=True)
@@ -114,10 +127,19 @@ STATES: dict[str, State] = {}
 
 
 def state(
-    name: str, scope: Scope | None = None, body: Callable[..., Any] = Program.linear, *others: Other, wrap: Wrap | None = None,
-    make: Callable[[Program], Any] | None = None, random: bool = False, rtol: float | None = None, atol: float | None = None,
+    name: str,
+    scope: Scope | None = None,
+    body: Callable[..., Any] = Program.linear,
+    *others: Other,
+    wrap: Wrap | None = None,
+    make: Callable[[Program], Any] | None = None,
+    random: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
-    """Add a row; the state is a context manager, or, by ``wrap``, whatever makes another function of a function."""
+    """Add a row; the state is a context manager, or, by ``wrap``, whatever makes another function
+    of a function.
+    """
     if wrap is None:
         assert scope is not None
         wrap = functools.partial(_in_scope, scope)
@@ -185,7 +207,7 @@ def _both(*scopes: Scope) -> Scope:
     return scope
 
 
-# -- ways to call, and what is seen ------------------------------------------------------------------------------------------------
+# -- ways to call, and what is seen ----------------------------------------------------------------
 def _vmap(T: Any, f: Any, count: int, random: bool) -> Any:
     return T.vmap(f, in_dims=(0, None)[:count], randomness="different" if random else "error")
 
@@ -198,7 +220,8 @@ def _jvp(T: Any, f: Any, count: int, random: bool) -> Any:
     return lambda *args: T.jvp(f, args, tuple(torch.full_like(a.detach(), 0.5) for a in args))
 
 
-#: name -> (theirs, ours), each of (library, function, number of arguments, whether it draws random numbers)
+#: name -> (theirs, ours), each of (library, function, number of arguments, whether it draws random
+#: numbers)
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "functionalize": (lambda T, f, *_: f, lambda T, f, *_: T.functionalize(f)),
     "jit": (lambda T, f, *_: f, lambda T, f, *_: T.jit(f)),
@@ -211,7 +234,9 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @dataclasses.dataclass
 class Seen:
-    """What one call gave: the results and the gradients through them, up to an error if there is one; and the ambient state afterwards."""
+    """What one call gave: the results and the gradients through them, up to an error if there is
+    one; and the ambient state afterwards.
+    """
 
     results: list[Any]
     error: BaseException | None
@@ -233,23 +258,34 @@ def run(state: State, when: str, way: str, tensors: str, ours: bool) -> list[See
 
         f = passed if tensors == "passed" else lambda x: state.body(program, x, program.weight)
         count = 2 if tensors == "passed" else 1
-        made = WAYS[way][ours](T, state.wrap(program, f) if when == "inside" else f, count, state.random)
-        recorded = way in ("functionalize", "jit") and tensors == "passed"  # where it is captured the weight alone requires grad
+        made = WAYS[way][ours](
+            T, state.wrap(program, f) if when == "inside" else f, count, state.random
+        )
+        # where it is captured the weight alone requires grad
+        recorded = way in ("functionalize", "jit") and tensors == "passed"
 
         def call(x: torch.Tensor, found: list[torch.Tensor]) -> None:
-            args = [x, program.weight.detach().clone().requires_grad_(program.weight.requires_grad)][:count]
+            args = [
+                x,
+                program.weight.detach().clone().requires_grad_(program.weight.requires_grad),
+            ][:count]
             out = made(*args)
             outs = list(out) if isinstance(out, tuple) else [out]
             found += outs  # also if torch.autograd.grad raises an error
             wanted = [a for a in (*args, *program.layer.parameters()) if a.requires_grad]
             total = sum(o.float().sum() for o in outs if o.requires_grad)
             if isinstance(total, torch.Tensor) and wanted:
-                found += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+                found += torch.autograd.grad(
+                    total, wanted, allow_unused=True, materialize_grads=True
+                )
             found += [b.clone() for b in program.layer.buffers()]
 
         around = state.wrap(program, call)
         every = {"inside": [call] * 2, "around": [around] * 2, "between": [call, around] * 2}[when]
-        return [_seen(one, torch.linspace(0.5, 2.5, 12).reshape(4, 3).sub(k).requires_grad_(recorded)) for k, one in enumerate(every)]
+        return [
+            _seen(one, torch.linspace(0.5, 2.5, 12).reshape(4, 3).sub(k).requires_grad_(recorded))
+            for k, one in enumerate(every)
+        ]
 
 
 def _seen(call: Callable[..., Any], x: torch.Tensor) -> Seen:
@@ -270,7 +306,8 @@ def declared(state: State, when: str, way: str, tensors: str) -> Other | None:
 
 
 def observed(state: State, when: str, way: str, tensors: str) -> tuple[str, str]:
-    """What a cell holds: "as torch.func", "refused: <class of the error>", "works", or "differs"; and the details.
+    """What a cell holds: "as torch.func", "refused: <class of the error>", "works", or "differs";
+    and the details.
 
     "works": torch.func raises an error, ours does not.
     """
@@ -296,25 +333,39 @@ def observed(state: State, when: str, way: str, tensors: str) -> tuple[str, str]
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    return ", ".join(f"{name} is {ours[name]} for {theirs[name]}" for name in theirs if theirs[name] != ours[name])
+    return ", ".join(
+        f"{name} is {ours[name]} for {theirs[name]}"
+        for name in theirs
+        if theirs[name] != ours[name]
+    )
 
 
 def _difference(ours: list[Any], theirs: list[Any], state: State) -> str:
-    facts = [[(type(t), t.dtype, t.shape, t.device, t.requires_grad) for t in found] for found in (ours, theirs)]
+    facts = [
+        [(type(t), t.dtype, t.shape, t.device, t.requires_grad) for t in found]
+        for found in (ours, theirs)
+    ]
     if facts[0] != facts[1]:
         return f"{facts[0]} is not {facts[1]}"
     for o, t in zip(ours, theirs, strict=True):
         if t.device.type == "meta":
             continue
         try:
-            torch.testing.assert_close(o.detach(), t.detach(), rtol=state.rtol, atol=state.atol, equal_nan=True)
+            torch.testing.assert_close(
+                o.detach(), t.detach(), rtol=state.rtol, atol=state.atol, equal_nan=True
+            )
         except AssertionError as error:
             return f"{o} is not {t}: {error}"
     return ""
 
 
-# -- the ambient state itself ------------------------------------------------------------------------------------------------------
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+# -- the ambient state itself ----------------------------------------------------------------------
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 def _flushes() -> bool:
@@ -333,19 +384,28 @@ def ambient() -> dict[str, Any]:
             "deterministic algorithms": torch.get_deterministic_debug_mode(),
             "filled memory": torch.utils.deterministic.fill_uninitialized_memory,
             "float32 precision": _precisions(),
-            "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+            "autocast": [
+                (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
+            ],
             "autocast cache": torch.is_autocast_cache_enabled(),
             "anomaly mode": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            "modes": (len(torch.overrides._get_current_function_mode_stack()), torch._C._len_torch_dispatch_stack()),
+            "modes": (
+                len(torch.overrides._get_current_function_mode_stack()),
+                torch._C._len_torch_dispatch_stack(),
+            ),
             "global hooks": [len(getattr(modules, name)) for name in _GLOBAL_HOOKS],
-            "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+            "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True)
+            is not None,
             "denormals": _flushes(),
             "forward AD": torch._C._is_fwd_grad_enabled(),
         }
 
 
 def _precisions() -> Any:
-    return [torch._C._get_fp32_precision_getter(backend, "matmul" if op else "all") for backend, op in (("mkldnn", 1), ("cuda", 1))]
+    return [
+        torch._C._get_fp32_precision_getter(backend, "matmul" if op else "all")
+        for backend, op in (("mkldnn", 1), ("cuda", 1))
+    ]
 
 
 @contextlib.contextmanager
@@ -374,27 +434,43 @@ def unchanged() -> Iterator[None]:
             getattr(modules, name).update(before)
 
 
-# -- what is not as torch.func, and why ---------------------------------------------------------------------------------------------------
+# -- what is not as torch.func, and why ------------------------------------------------------------
 _BY_JIT = "jit, jit(grad)"
 _NO_DATA = Other(
-    "refused", "JAX computes with data, which tensors on the device meta do not have.", error=TypeError, match="on device 'meta'",
+    "refused",
+    "JAX computes with data, which tensors on the device meta do not have.",
+    error=TypeError,
+    match="on device 'meta'",
     ways=_BY_JIT,
 )
 _MODULE_HOOKS = Other(
-    "works", "torch.func refuses full backward hooks of modules under grad; here they are called, as PyTorch calls them.", ways="jit(grad)"
+    "works",
+    "torch.func refuses full backward hooks of modules under grad; here they are called, as "
+    "PyTorch calls them.",
+    ways="jit(grad)",
 )
 _SAVED = Other(
-    "refused", "What JAX keeps for its derivatives is not what PyTorch would save: hooks on it could not be called.",
-    match="don't yet support saved tensor hooks", ways="functionalize, jit",
+    "refused",
+    "What JAX keeps for its derivatives is not what PyTorch would save: "
+    "hooks on it could not be called.",
+    match="don't yet support saved tensor hooks",
+    ways="functionalize, jit",
 )
-_KEPT = "JAX's values are never changed in place, so that the gradient is right where PyTorch refuses it."
+_KEPT = (
+    "JAX's values are never changed in place, so that the gradient is right "
+    "where PyTorch refuses it."
+)
 _INFERENCE = Other(
-    "works", "Tensors made in inference mode are ordinary ones in JAX, which torch.func cannot differentiate.", when="inside",
-    tensors="passed", ways="grad, jit(grad), jvp",
+    "works",
+    "Tensors made in inference mode are ordinary ones in JAX, which torch.func cannot "
+    "differentiate.",
+    when="inside",
+    tensors="passed",
+    ways="grad, jit(grad), jvp",
 )
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 def _autocast(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Scope:
     return lambda _: torch.autocast("cpu", dtype, **options)
 
@@ -424,19 +500,48 @@ def _reads(question: Callable[[], Any]) -> Callable[..., torch.Tensor]:
 for _dtype in (torch.bfloat16, torch.float16):
     _name = str(_dtype).removeprefix("torch.")
     state(f"autocast, {_name}", _autocast(_dtype), rtol=0.03, atol=0.03)
-    state(f"autocast, {_name}, no cache", _autocast(_dtype, cache_enabled=False), _layer_runs_after, rtol=0.03, atol=0.06)
+    state(
+        f"autocast, {_name}, no cache",
+        _autocast(_dtype, cache_enabled=False),
+        _layer_runs_after,
+        rtol=0.03,
+        atol=0.06,
+    )
 state("autocast, the layer called twice", _autocast(), _layer_runs_after, rtol=0.03, atol=0.06)
 state("autocast, the layer called before", _layer_ran, rtol=0.03, atol=0.03)
 state("autocast switched off in autocast", _both(_autocast(), _autocast(enabled=False)))
-state("autocast's dtype", _setting(lambda d: torch.set_autocast_dtype("cpu", d), torch.float16, torch.bfloat16),
-      lambda p, x, w: _within(torch.autocast("cpu"), p, x, w), rtol=0.03, atol=0.03)
-state("autocast's cache", _setting(torch.set_autocast_cache_enabled, False, True),
-      lambda p, x, w: _within(torch.autocast("cpu"), p, x, w), rtol=0.03, atol=0.03)
-state("autocast's cache, asked for", _setting(torch.set_autocast_cache_enabled, False, True), _reads(torch.is_autocast_cache_enabled),
-      Other("differs", "Inside of what runs in JAX autocast keeps no copies of weights, and says so.", when="between",
-            ways="functionalize, jit, jit(grad)"))
-state("autocast, asked for", _autocast(), _reads(lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))),
-      rtol=0.03, atol=0.03)
+state(
+    "autocast's dtype",
+    _setting(lambda d: torch.set_autocast_dtype("cpu", d), torch.float16, torch.bfloat16),
+    lambda p, x, w: _within(torch.autocast("cpu"), p, x, w),
+    rtol=0.03,
+    atol=0.03,
+)
+state(
+    "autocast's cache",
+    _setting(torch.set_autocast_cache_enabled, False, True),
+    lambda p, x, w: _within(torch.autocast("cpu"), p, x, w),
+    rtol=0.03,
+    atol=0.03,
+)
+state(
+    "autocast's cache, asked for",
+    _setting(torch.set_autocast_cache_enabled, False, True),
+    _reads(torch.is_autocast_cache_enabled),
+    Other(
+        "differs",
+        "Inside of what runs in JAX autocast keeps no copies of weights, and says so.",
+        when="between",
+        ways="functionalize, jit, jit(grad)",
+    ),
+)
+state(
+    "autocast, asked for",
+    _autocast(),
+    _reads(lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))),
+    rtol=0.03,
+    atol=0.03,
+)
 
 
 def _within(context: Any, program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -444,13 +549,22 @@ def _within(context: Any, program: Program, x: torch.Tensor, w: torch.Tensor) ->
         return program.linear(x, w)
 
 
-# -- defaults of factories ---------------------------------------------------------------------------------------------------------
+# -- defaults of factories -------------------------------------------------------------------------
 def _factories(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return program.linear(x, w) * torch.tensor([0.1, 0.3]) + torch.full((2,), 0.1) + torch.arange(2) / 3 + torch.ones(2).mean()
+    return (
+        program.linear(x, w) * torch.tensor([0.1, 0.3])
+        + torch.full((2,), 0.1)
+        + torch.arange(2) / 3
+        + torch.ones(2).mean()
+    )
 
 
 def _explicit(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return program.linear(x, w) * torch.tensor([0.1, 0.3], device="cpu") + x.new_ones(2) + torch.zeros_like(w[:, 0])
+    return (
+        program.linear(x, w) * torch.tensor([0.1, 0.3], device="cpu")
+        + x.new_ones(2)
+        + torch.zeros_like(w[:, 0])
+    )
 
 
 def _factory_alone(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -458,12 +572,31 @@ def _factory_alone(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.
 
 
 for _dtype in (torch.float64, torch.float16, torch.bfloat16):
-    state(f"default dtype {_dtype}", _setting(torch.set_default_dtype, _dtype, torch.float32), _factories, rtol=1e-4, atol=1e-4)
-state("default dtype, asked for", _setting(torch.set_default_dtype, torch.float64, torch.float32), _reads(torch.get_default_dtype))
-_META: dict[str, tuple[Other, ...]] = {"cpu": (), "meta": (Other(
-    "refused", "A tensor without data meets one with data: an error in torch.func too; Python's operators put their TypeError in the place "
-    "of ours.", error=TypeError, match="unsupported operand|on device 'meta'", ways=_BY_JIT,
-),)}
+    state(
+        f"default dtype {_dtype}",
+        _setting(torch.set_default_dtype, _dtype, torch.float32),
+        _factories,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+state(
+    "default dtype, asked for",
+    _setting(torch.set_default_dtype, torch.float64, torch.float32),
+    _reads(torch.get_default_dtype),
+)
+_META: dict[str, tuple[Other, ...]] = {
+    "cpu": (),
+    "meta": (
+        Other(
+            "refused",
+            "A tensor without data meets one with data: an error in torch.func too; Python's "
+            "operators put their TypeError in the place of ours.",
+            error=TypeError,
+            match="unsupported operand|on device 'meta'",
+            ways=_BY_JIT,
+        ),
+    ),
+}
 for _device in ("cpu", "meta"):
     for _name, _scope in {
         f"default device {_device}": _setting(torch.set_default_device, _device, None),
@@ -476,7 +609,9 @@ for _device in ("cpu", "meta"):
 
 
 def _grad_fails_on_meta() -> bool:
-    """Whether torch.func.grad of a function that makes a tensor fails where the default device is meta, as in PyTorch 2.13."""
+    """Whether torch.func.grad of a function that makes a tensor fails where the default device is
+    meta, as in PyTorch 2.13.
+    """
     with torch.device("meta"):
         try:
             torch.func.grad(lambda x: x * torch.tensor([]).ndim)(torch.ones((), device="cpu"))
@@ -485,12 +620,24 @@ def _grad_fails_on_meta() -> bool:
     return False
 
 
-state("default device, asked for", _setting(torch.set_default_device, "meta", None), _reads(torch.get_default_device),
-      *[Other("works", "torch.func's own grad and jvp fail where the default device is meta.",
-              ways="jit(grad)")] * _grad_fails_on_meta(), rtol=1e-4, atol=1e-3)
+state(
+    "default device, asked for",
+    _setting(torch.set_default_device, "meta", None),
+    _reads(torch.get_default_device),
+    *[
+        Other(
+            "works",
+            "torch.func's own grad and jvp fail where the default device is meta.",
+            ways="jit(grad)",
+        )
+    ]
+    * _grad_fails_on_meta(),
+    rtol=1e-4,
+    atol=1e-3,
+)
 
 
-# -- what autograd records ---------------------------------------------------------------------------------------------------------
+# -- what autograd records -------------------------------------------------------------------------
 for _name, _scope in {
     "no_grad": lambda _: torch.no_grad(),
     "enable_grad": lambda _: torch.enable_grad(),
@@ -499,17 +646,34 @@ for _name, _scope in {
     "no_grad in enable_grad": _both(lambda _: torch.enable_grad(), lambda _: torch.no_grad()),
     "inference mode": lambda _: torch.inference_mode(),
     "inference_mode(False)": lambda _: torch.inference_mode(False),
-    "no inference mode in inference mode": _both(lambda _: torch.inference_mode(), lambda _: torch.inference_mode(False)),
+    "no inference mode in inference mode": _both(
+        lambda _: torch.inference_mode(), lambda _: torch.inference_mode(False)
+    ),
 }.items():
     state(_name, _scope, Program.linear, *[_INFERENCE] * (_name == "inference mode"))
 state("grad mode, asked for", lambda _: torch.no_grad(), _reads(torch.is_grad_enabled))
-state("inference mode, asked for", lambda _: torch.inference_mode(), _reads(torch.is_inference_mode_enabled), _INFERENCE)
+state(
+    "inference mode, asked for",
+    lambda _: torch.inference_mode(),
+    _reads(torch.is_inference_mode_enabled),
+    _INFERENCE,
+)
 _REQUIRES_GRAD = "torch.func refuses requires_grad_() in a transformed function."
-state("the weight without requires_grad", lambda p: _flag(p.layer.requires_grad_, False, True), Program.linear,
-      Other("works", _REQUIRES_GRAD, when="inside", ways="jit(grad)"),
-      Other("works", _REQUIRES_GRAD, when="inside", ways="grad, vmap, jvp", tensors="passed"),
-      Other("differs", "Whether a captured tensor requires grad is asked before and after the function runs, and not in between.",
-            when="inside", tensors="captured", ways="jit"))
+state(
+    "the weight without requires_grad",
+    lambda p: _flag(p.layer.requires_grad_, False, True),
+    Program.linear,
+    Other("works", _REQUIRES_GRAD, when="inside", ways="jit(grad)"),
+    Other("works", _REQUIRES_GRAD, when="inside", ways="grad, vmap, jvp", tensors="passed"),
+    Other(
+        "differs",
+        "Whether a captured tensor requires grad is asked before and after the function runs, and "
+        "not in between.",
+        when="inside",
+        tensors="captured",
+        ways="jit",
+    ),
+)
 
 
 @contextlib.contextmanager
@@ -521,46 +685,106 @@ def _flag(setter: Callable[[Any], Any], value: Any, back: Any) -> Iterator[None]
         setter(back)
 
 
-# -- deterministic algorithms, precision, denormals --------------------------------------------------------------------------------
+# -- deterministic algorithms, precision, denormals ------------------------------------------------
 def _put(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return program.linear(x, w) + torch.zeros(2).put_(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
+    return program.linear(x, w) + torch.zeros(2).put_(
+        torch.tensor([0, 1]), torch.tensor([1.0, 2.0])
+    )
 
 
 def _uninitialized(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Uninitialized memory, where it is known what is in there."""
     y = program.linear(x, w)
-    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
-        return y + torch.empty(2) + torch.empty_like(w[:, 0]) + x.new_empty(2) + torch.empty(2, dtype=torch.int64)
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory
+    ):
+        return (
+            y
+            + torch.empty(2)
+            + torch.empty_like(w[:, 0])
+            + x.new_empty(2)
+            + torch.empty(2, dtype=torch.int64)
+        )
     return y
 
 
 _deterministic = _setting(torch.use_deterministic_algorithms, True, False)
 state("deterministic algorithms", _deterministic)
 _WITHOUT = "XLA computes on the CPU what it computes deterministically; no operator is refused."
-state("deterministic algorithms, an operator without", _deterministic, _put, Other("works", _WITHOUT))
-state("deterministic algorithms, uninitialized memory", _deterministic, _uninitialized,
-      Other("differs", "Uninitialized memory is zero here, in every mode; PyTorch fills it with NaN in this one.",
-            ways="functionalize, jit, vmap, jvp"))
-state("deterministic algorithms, warnings alone", lambda _: _flag(
-    lambda on: torch.use_deterministic_algorithms(on, warn_only=True), True, False), _put)
-state("deterministic algorithms, asked for", _deterministic, _reads(torch.are_deterministic_algorithms_enabled))
-state("uninitialized memory not filled", _both(_deterministic, lambda _: _flag(
-    functools.partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"), False, True)), _uninitialized)
+state(
+    "deterministic algorithms, an operator without", _deterministic, _put, Other("works", _WITHOUT)
+)
+state(
+    "deterministic algorithms, uninitialized memory",
+    _deterministic,
+    _uninitialized,
+    Other(
+        "differs",
+        "Uninitialized memory is zero here, in every mode; PyTorch fills it with NaN in this one.",
+        ways="functionalize, jit, vmap, jvp",
+    ),
+)
+state(
+    "deterministic algorithms, warnings alone",
+    lambda _: _flag(lambda on: torch.use_deterministic_algorithms(on, warn_only=True), True, False),
+    _put,
+)
+state(
+    "deterministic algorithms, asked for",
+    _deterministic,
+    _reads(torch.are_deterministic_algorithms_enabled),
+)
+state(
+    "uninitialized memory not filled",
+    _both(
+        _deterministic,
+        lambda _: _flag(
+            functools.partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"),
+            False,
+            True,
+        ),
+    ),
+    _uninitialized,
+)
 for _precision in ("high", "medium"):
-    state(f"float32 precision {_precision}", _setting(torch.set_float32_matmul_precision, _precision, "highest"), rtol=0.02, atol=0.02)
-state("float32 precision, asked for", _setting(torch.set_float32_matmul_precision, "high", "highest"),
-      _reads(torch.get_float32_matmul_precision))
-state("float32 precision of one backend", lambda _: _flag(
-    functools.partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "ieee"), rtol=0.02, atol=0.02)
-state("float32 precision of one backend, asked for", lambda _: _flag(
-    functools.partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "ieee"),
-    _reads(lambda: torch.backends.mkldnn.matmul.fp32_precision), rtol=0.02, atol=0.02)
+    state(
+        f"float32 precision {_precision}",
+        _setting(torch.set_float32_matmul_precision, _precision, "highest"),
+        rtol=0.02,
+        atol=0.02,
+    )
+state(
+    "float32 precision, asked for",
+    _setting(torch.set_float32_matmul_precision, "high", "highest"),
+    _reads(torch.get_float32_matmul_precision),
+)
+state(
+    "float32 precision of one backend",
+    lambda _: _flag(
+        functools.partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "ieee"
+    ),
+    rtol=0.02,
+    atol=0.02,
+)
+state(
+    "float32 precision of one backend, asked for",
+    lambda _: _flag(
+        functools.partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16", "ieee"
+    ),
+    _reads(lambda: torch.backends.mkldnn.matmul.fp32_precision),
+    rtol=0.02,
+    atol=0.02,
+)
 state("set_flush_denormal", _setting(torch.set_flush_denormal, True, False))
-state("set_flush_denormal, denormal numbers", _setting(torch.set_flush_denormal, True, False),
-      lambda p, x, w: (p.linear(x, w) * 0 + 1e-38) * 1e-3 * 1e36)
+state(
+    "set_flush_denormal, denormal numbers",
+    _setting(torch.set_flush_denormal, True, False),
+    lambda p, x, w: (p.linear(x, w) * 0 + 1e-38) * 1e-3 * 1e36,
+)
 
 
-# -- generators --------------------------------------------------------------------------------------------------------------------
+# -- generators ------------------------------------------------------------------------------------
 def _draws(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return program.linear(x, w) * 0 + torch.rand(2)
 
@@ -597,17 +821,33 @@ def _keep_generator(program: Program) -> None:
 
 state("no seed", lambda _: contextlib.nullcontext(), _draws, random=True)
 state("manual_seed", _at_entry(lambda _: torch.manual_seed(7)), _draws, random=True)
-state("set_rng_state", _at_entry(lambda p: torch.set_rng_state(p.kept)), _draws, make=_keep_rng_state, random=True)
+state(
+    "set_rng_state",
+    _at_entry(lambda p: torch.set_rng_state(p.kept)),
+    _draws,
+    make=_keep_rng_state,
+    random=True,
+)
 state("get_rng_state, and set back", _put_back, _draws, random=True)
 state("fork_rng", lambda _: torch.random.fork_rng(devices=[]), _draws, random=True)
-state("fork_rng and manual_seed", _both(lambda _: torch.random.fork_rng(devices=[]), _at_entry(lambda _: torch.manual_seed(7))), _draws,
-      random=True)
-state("a generator's manual_seed", _at_entry(lambda p: p.kept.manual_seed(7)), _draws_from, make=_keep_generator, random=True)
+state(
+    "fork_rng and manual_seed",
+    _both(lambda _: torch.random.fork_rng(devices=[]), _at_entry(lambda _: torch.manual_seed(7))),
+    _draws,
+    random=True,
+)
+state(
+    "a generator's manual_seed",
+    _at_entry(lambda p: p.kept.manual_seed(7)),
+    _draws_from,
+    make=_keep_generator,
+    random=True,
+)
 state("manual_seed, nothing drawn", _at_entry(lambda _: torch.manual_seed(7)), Program.linear)
 state("fork_rng, nothing drawn", lambda _: torch.random.fork_rng(devices=[]))
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 def _scaled(gradients: Any, by: float) -> Any:
     return tuple(None if g is None else g * by for g in gradients)
 
@@ -632,41 +872,85 @@ def _changed_after(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.
 
 for _name, _add in {
     "forward hook": lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2),
-    "forward hook with keywords": lambda p: p.layer.register_forward_hook(lambda m, a, k, y: y * 2, with_kwargs=True),
+    "forward hook with keywords": lambda p: p.layer.register_forward_hook(
+        lambda m, a, k, y: y * 2, with_kwargs=True
+    ),
     "forward pre-hook": lambda p: p.layer.register_forward_pre_hook(lambda m, a: (a[0] + 1,)),
     "full backward hook": lambda p: p.layer.register_full_backward_hook(lambda m, i, o: None),
-    "full backward hook that replaces": lambda p: p.layer.register_full_backward_hook(lambda m, i, o: _scaled(i, 3)),
-    "full backward pre-hook": lambda p: p.layer.register_full_backward_pre_hook(lambda m, o: _scaled(o, 5)),
+    "full backward hook that replaces": lambda p: p.layer.register_full_backward_hook(
+        lambda m, i, o: _scaled(i, 3)
+    ),
+    "full backward pre-hook": lambda p: p.layer.register_full_backward_pre_hook(
+        lambda m, o: _scaled(o, 5)
+    ),
     "backward hook, the old kind": lambda p: p.layer.register_backward_hook(lambda m, i, o: None),
     "hook on the weight": lambda p: p.weight.register_hook(lambda g: g * 2),
     "global forward hook": lambda p: modules.register_module_forward_hook(lambda m, a, y: y * 2),
-    "global forward pre-hook": lambda p: modules.register_module_forward_pre_hook(lambda m, a: (a[0] + 1,)),
-    "global full backward hook": lambda p: modules.register_module_full_backward_hook(lambda m, i, o: _scaled(i, 3)),
-    "global full backward pre-hook": lambda p: modules.register_module_full_backward_pre_hook(lambda m, o: _scaled(o, 5)),
+    "global forward pre-hook": lambda p: modules.register_module_forward_pre_hook(
+        lambda m, a: (a[0] + 1,)
+    ),
+    "global full backward hook": lambda p: modules.register_module_full_backward_hook(
+        lambda m, i, o: _scaled(i, 3)
+    ),
+    "global full backward pre-hook": lambda p: modules.register_module_full_backward_pre_hook(
+        lambda m, o: _scaled(o, 5)
+    ),
 }.items():
     others = (_MODULE_HOOKS,) * ("full backward" in _name)
     if "old kind" in _name:
-        others = (Other("refused", "It is a hook on a node of PyTorch's graph, through which JAX's derivatives do not pass.",
-                        error=NotImplementedError, match=r"grad_fn\.register_hook", ways=_BY_JIT),)
+        others = (
+            Other(
+                "refused",
+                "It is a hook on a node of PyTorch's graph, through which JAX's "
+                "derivatives do not pass.",
+                error=NotImplementedError,
+                match=r"grad_fn\.register_hook",
+                ways=_BY_JIT,
+            ),
+        )
     state(_name, _hook(_add), Program.linear, *others)
-state("a second forward hook", _hook(lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2)),
-      make=lambda p: p.layer.register_forward_hook(lambda m, a, y: y + 1))
+state(
+    "a second forward hook",
+    _hook(lambda p: p.layer.register_forward_hook(lambda m, a, y: y * 2)),
+    make=lambda p: p.layer.register_forward_hook(lambda m, a, y: y + 1),
+)
 state("hook on a result", _flagged, _hook_on_result)
-state("saved_tensors_hooks", lambda _: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
-      lambda p, x, w: p.linear(x, w) ** 2, _SAVED)
-state("save_on_cpu", lambda _: torch.autograd.graph.save_on_cpu(), Program.linear,
-      Other("works", "It changes where tensors are kept and no values, and JAX keeps its own.", when="around, between",
-            ways="jit(grad)"))
-state("disable_saved_tensors_hooks", lambda _: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"))
-state("allow_mutation_on_saved_tensors", lambda _: torch.autograd.graph.allow_mutation_on_saved_tensors(), _changed_after,
-      Other("works", _KEPT, when="inside", ways="functionalize, jit"),
-      Other("works", _KEPT, when="between"))
+state(
+    "saved_tensors_hooks",
+    lambda _: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
+    lambda p, x, w: p.linear(x, w) ** 2,
+    _SAVED,
+)
+state(
+    "save_on_cpu",
+    lambda _: torch.autograd.graph.save_on_cpu(),
+    Program.linear,
+    Other(
+        "works",
+        "It changes where tensors are kept and no values, and JAX keeps its own.",
+        when="around, between",
+        ways="jit(grad)",
+    ),
+)
+state(
+    "disable_saved_tensors_hooks",
+    lambda _: torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
+)
+state(
+    "allow_mutation_on_saved_tensors",
+    lambda _: torch.autograd.graph.allow_mutation_on_saved_tensors(),
+    _changed_after,
+    Other("works", _KEPT, when="inside", ways="functionalize, jit"),
+    Other("works", _KEPT, when="between"),
+)
 
 
-# -- modes -------------------------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 class SinIsCos(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.cos if func in (torch.sin, torch.Tensor.sin) else func)(*args, **(kwargs or {}))
+        return (torch.cos if func in (torch.sin, torch.Tensor.sin) else func)(
+            *args, **(kwargs or {})
+        )
 
 
 class Watches(TorchFunctionMode):
@@ -676,7 +960,9 @@ class Watches(TorchFunctionMode):
 
 class DispatchedSinIsCos(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.ops.aten.cos.default if func is torch.ops.aten.sin.default else func)(*args, **(kwargs or {}))
+        return (torch.ops.aten.cos.default if func is torch.ops.aten.sin.default else func)(
+            *args, **(kwargs or {})
+        )
 
 
 class DispatchWatches(TorchDispatchMode):
@@ -685,32 +971,62 @@ class DispatchWatches(TorchDispatchMode):
 
 
 for _name, _mode in {
-    "function mode that watches": Watches, "function mode that changes": SinIsCos, "dispatch mode that watches": DispatchWatches,
+    "function mode that watches": Watches,
+    "function mode that changes": SinIsCos,
+    "dispatch mode that watches": DispatchWatches,
     "dispatch mode that changes": DispatchedSinIsCos,
 }.items():
-    state(_name, lambda _, mode=_mode: mode(), lambda p, x, w: p.linear(x, w).sin(),
-          *[Other(
-              "differs", "What is differentiated is the operator that the mode runs, and not the one that was called.", when="inside",
-              ways=_BY_JIT,
-          )] * (_name == "dispatch mode that changes"))
-state("DisableTorchFunctionSubclass", lambda _: torch._C.DisableTorchFunctionSubclass(), lambda p, x, w: p.linear(x, w)[..., 1:])
+    state(
+        _name,
+        lambda _, mode=_mode: mode(),
+        lambda p, x, w: p.linear(x, w).sin(),
+        *[
+            Other(
+                "differs",
+                "What is differentiated is the operator that the mode runs, "
+                "and not the one that was called.",
+                when="inside",
+                ways=_BY_JIT,
+            )
+        ]
+        * (_name == "dispatch mode that changes"),
+    )
+state(
+    "DisableTorchFunctionSubclass",
+    lambda _: torch._C.DisableTorchFunctionSubclass(),
+    lambda p, x, w: p.linear(x, w)[..., 1:],
+)
 
 
-# -- looked on: anomaly mode, profilers, compilers ---------------------------------------------------------------------------------
+# -- looked on: anomaly mode, profilers, compilers -------------------------------------------------
 def _nan_gradient(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (program.linear(x, w) * 0).sqrt()
 
 
 for _name, _body in {"": Program.linear, ", a gradient that is NaN": _nan_gradient}.items():
     state(f"anomaly mode{_name}", lambda _: torch.autograd.detect_anomaly(), _body)
-    state(f"anomaly mode without check_nan{_name}", lambda _: torch.autograd.detect_anomaly(check_nan=False), _body)
-state("anomaly mode, asked for", lambda _: torch.autograd.set_detect_anomaly(True), _reads(torch.is_anomaly_enabled))
-state("profiler", lambda _: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+    state(
+        f"anomaly mode without check_nan{_name}",
+        lambda _: torch.autograd.detect_anomaly(check_nan=False),
+        _body,
+    )
+state(
+    "anomaly mode, asked for",
+    lambda _: torch.autograd.set_detect_anomaly(True),
+    _reads(torch.is_anomaly_enabled),
+)
+state(
+    "profiler", lambda _: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+)
 state("record_function", lambda _: torch.profiler.record_function("here"))
-state("torch.compile", wrap=lambda _, f: torch.compile(f, backend="eager"), make=lambda _: torch.compiler.reset())
+state(
+    "torch.compile",
+    wrap=lambda _, f: torch.compile(f, backend="eager"),
+    make=lambda _: torch.compiler.reset(),
+)
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 class Doubled(nn.Module):
     def forward(self, w: torch.Tensor) -> torch.Tensor:
         return w * 2
@@ -745,12 +1061,16 @@ def _parametrize(program: Program) -> None:
 def _ddp(layer: nn.Module) -> nn.Module:
     if not torch.distributed.is_initialized():
         place = tempfile.mkdtemp()
-        torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{place}/store", rank=0, world_size=1
+        )
     return nn.parallel.DistributedDataParallel(layer)
 
 
 def _replaced(program: Program, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
-    return _flag(functools.partial(setattr, program.layer, name), value, getattr(program.layer, name))
+    return _flag(
+        functools.partial(setattr, program.layer, name), value, getattr(program.layer, name)
+    )
 
 
 def _add_dropout(program: Program) -> None:
@@ -758,7 +1078,9 @@ def _add_dropout(program: Program) -> None:
 
 
 for _name, _change in {
-    "register_parametrization": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+    "register_parametrization": lambda m: parametrize.register_parametrization(
+        m, "weight", Doubled()
+    ),
     "parametrizations.weight_norm": parametrizations.weight_norm,
     "parametrizations.spectral_norm": parametrizations.spectral_norm,
     "parametrizations.orthogonal": parametrizations.orthogonal,
@@ -768,24 +1090,49 @@ for _name, _change in {
 }.items():
     others = ()
     if "_norm" in _name:
-        others = (Other("works", "PyTorch's operators have no forward-mode derivative; JAX's have.", tensors="passed", ways="jvp"),)
+        others = (
+            Other(
+                "works",
+                "PyTorch's operators have no forward-mode derivative; JAX's have.",
+                tensors="passed",
+                ways="jvp",
+            ),
+        )
     if "weight_norm" in _name:
         others += (
-            Other("differs", "PyTorch's second derivative of weight_norm is wrong; the one here agrees with finite differences.",
-                  tensors="passed", ways="grad, jit(grad)"),
+            Other(
+                "differs",
+                "PyTorch's second derivative of weight_norm is wrong; the one here agrees with "
+                "finite differences.",
+                tensors="passed",
+                ways="grad, jit(grad)",
+            ),
         )
     state(f"a layer with {_name}", _swapped, Program.linear, *others, make=_keep(_change))
-_WRAPS = "It gives the captured weight other memory, or looks at its memory, which inside of what runs in JAX it does not have."
+_WRAPS = (
+    "It gives the captured weight other memory, or looks at its memory, which inside of what runs "
+    "in JAX it does not have."
+)
 state("register_parametrization, and removed", _parametrized, Program.linear)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)
-state("DistributedDataParallel made there", lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
-      Program.linear, Other("refused", _WRAPS, when="inside", ways="functionalize, jit", match="not allocated"))
+state(
+    "DistributedDataParallel made there",
+    lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
+    Program.linear,
+    Other("refused", _WRAPS, when="inside", ways="functionalize, jit", match="not allocated"),
+)
 state("evaluation mode", lambda p: _flag(p.layer.train, False, True), make=_add_dropout)
-state("forward replaced", lambda p: _replaced(p, "forward", lambda x: F.linear(x, p.layer.weight) + 1))
-state("weight replaced", lambda p: _replaced(p, "weight", p.kept), make=lambda p: setattr(p, "kept", nn.Parameter(torch.ones(2, 3))))
+state(
+    "forward replaced", lambda p: _replaced(p, "forward", lambda x: F.linear(x, p.layer.weight) + 1)
+)
+state(
+    "weight replaced",
+    lambda p: _replaced(p, "weight", p.kept),
+    make=lambda p: setattr(p, "kept", nn.Parameter(torch.ones(2, 3))),
+)
 
 
-# -- set, and left so --------------------------------------------------------------------------------------------------------------
+# -- set, and left so ------------------------------------------------------------------------------
 for _name, _set, _body in (
     ("default dtype", lambda: torch.set_default_dtype(torch.float64), _factories),
     ("default device", lambda: torch.set_default_device("cpu"), _factories),
@@ -796,11 +1143,29 @@ for _name, _set, _body in (
     ("autocast's dtype", lambda: torch.set_autocast_dtype("cpu", torch.float16), Program.linear),
     ("anomaly mode", lambda: torch.autograd.set_detect_anomaly(True), Program.linear),
     ("set_flush_denormal", lambda: torch.set_flush_denormal(True), Program.linear),
-    ("global forward hook", lambda: modules.register_module_forward_hook(lambda m, a, y: y * 2), Program.linear),
+    (
+        "global forward hook",
+        lambda: modules.register_module_forward_hook(lambda m, a, y: y * 2),
+        Program.linear,
+    ),
 ):
-    state(f"{_name}, left so", None, _body, *[Other(
-        "differs", "A transform leaves the grad mode as it was before the call.", when="inside", ways="functionalize"
-    )] * (_name == "grad mode"), wrap=_left(_set), rtol=0.03, atol=0.03)
+    state(
+        f"{_name}, left so",
+        None,
+        _body,
+        *[
+            Other(
+                "differs",
+                "A transform leaves the grad mode as it was before the call.",
+                when="inside",
+                ways="functionalize",
+            )
+        ]
+        * (_name == "grad mode"),
+        wrap=_left(_set),
+        rtol=0.03,
+        atol=0.03,
+    )
 
 
 def cells() -> Iterator[tuple[str, str, str, str]]:

@@ -1,4 +1,7 @@
-"""autograd.Functions that several tests use.  The derivatives that they give are not the true ones, so that it is seen which was taken."""
+"""autograd.Functions that several tests use. The derivatives that they give are not the true ones,
+so that it is seen which was taken.
+"""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,9 +1,11 @@
-"""Random small programs of what PyTorch's autograd knows and JAX does not, as Python source, with their truth in plain PyTorch.
+"""Random small programs of what PyTorch's autograd knows and JAX does not, as Python source, with
+their truth in plain PyTorch.
 
-A program has autograd.Functions of every style, hooks, detach and no_grad, checkpoints, in-place operators, modules with hooks, nested
-transforms and torch.autograd.grad, over variables of shape [3].  It is a list of units, of which some can be left out to make a failing
-program smaller.
+A program has autograd.Functions of every style, hooks, detach and no_grad, checkpoints, in-place
+operators, modules with hooks, nested transforms and torch.autograd.grad, over variables of shape
+[3]. It is a list of units, of which some can be left out to make a failing program smaller.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -42,7 +44,7 @@ hooked.register_full_backward_pre_hook(lambda m, outputs: (outputs[0] * 0.8,))
 """
 
 
-# -- what a transform gives, by plain PyTorch alone ----------------------------------------------------------------------------------
+# -- what a transform gives, by plain PyTorch alone ------------------------------------------------
 def _leaf(a: torch.Tensor) -> torch.Tensor:
     return a.view_as(a) if a.requires_grad else a.detach().requires_grad_()
 
@@ -51,11 +53,15 @@ def _as_outside(t: torch.Tensor) -> torch.Tensor:
     return t if torch.is_grad_enabled() else t.detach()
 
 
-def _pulled(out: torch.Tensor, inputs: Sequence[torch.Tensor], cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _pulled(
+    out: torch.Tensor, inputs: Sequence[torch.Tensor], cotangent: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     if not out.requires_grad:
         return tuple(torch.zeros_like(a) for a in inputs)
     found = torch.autograd.grad(out, inputs, cotangent, create_graph=True, allow_unused=True)
-    return tuple(torch.zeros_like(a) if g is None else g for g, a in zip(found, inputs, strict=True))
+    return tuple(
+        torch.zeros_like(a) if g is None else g for g, a in zip(found, inputs, strict=True)
+    )
 
 
 def _grad(f: Callable[..., Any], argnums: Any = 0) -> Callable[..., Any]:
@@ -93,15 +99,25 @@ def _jacrev(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _jvp(f: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     out, pull = _vjp(f, *primals)
-    rows = [pull(row) for row in torch.eye(out.numel(), dtype=out.dtype)] if out.dim() else [pull(torch.ones_like(out))]
-    pushed = torch.stack([sum((g * t).sum() for g, t in zip(row, tangents, strict=True)) for row in rows])
+    rows = (
+        [pull(row) for row in torch.eye(out.numel(), dtype=out.dtype)]
+        if out.dim()
+        else [pull(torch.ones_like(out))]
+    )
+    pushed = torch.stack(
+        [sum((g * t).sum() for g, t in zip(row, tangents, strict=True)) for row in rows]
+    )
     return out, pushed.reshape(out.shape)
 
 
 def _vmap(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: torch.Tensor) -> Any:
         outs = [f(*rows) for rows in zip(*args, strict=True)]
-        return tuple(map(torch.stack, zip(*outs, strict=True))) if isinstance(outs[0], tuple) else torch.stack(outs)
+        return (
+            tuple(map(torch.stack, zip(*outs, strict=True)))
+            if isinstance(outs[0], tuple)
+            else torch.stack(outs)
+        )
 
     return run
 
@@ -110,10 +126,12 @@ def _itself(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
-PLAIN = types.SimpleNamespace(grad=_grad, vjp=_vjp, jacrev=_jacrev, jvp=_jvp, vmap=_vmap, jit=_itself, functionalize=_itself)
+PLAIN = types.SimpleNamespace(
+    grad=_grad, vjp=_vjp, jacrev=_jacrev, jvp=_jvp, vmap=_vmap, jit=_itself, functionalize=_itself
+)
 
 
-# -- autograd.Functions ------------------------------------------------------------------------------------------------------------------
+# -- autograd.Functions ----------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """What a Function computes.
@@ -145,11 +163,31 @@ SIMPLE = [
 ]
 KERNELS = [
     *SIMPLE,
-    Kernel(("a", "b"), ("a * b.tanh() * s",), ({"a": "b.tanh() * s", "b": "a * (1 - b.tanh() ** 2) * s"},), ("a", "b")),
-    Kernel(("a", "b"), ("t * b * s",), ({"a": "(1 - t ** 2) * b * s", "b": "t * s"},), ("t", "b"), "t = a.tanh()"),
-    Kernel(("a", "b"), ("a * b", "a.cos() + b * s"), ({"a": "b", "b": "a"}, {"a": "-a.sin()", "b": "s"}), ("a", "b")),
-    Kernel(("a", "b"), ("a.exp() * 0.2", "o0 * b"), ({"a": "o0"}, {"a": "o1", "b": "o0"}), ("o0", "o1")),
-    Kernel(("a",), ("a * a * s", "(a > 0).to(a.dtype)"), ({"a": "2 * a * s"}, {}), ("a",), constant=1),
+    Kernel(
+        ("a", "b"),
+        ("a * b.tanh() * s",),
+        ({"a": "b.tanh() * s", "b": "a * (1 - b.tanh() ** 2) * s"},),
+        ("a", "b"),
+    ),
+    Kernel(
+        ("a", "b"),
+        ("t * b * s",),
+        ({"a": "(1 - t ** 2) * b * s", "b": "t * s"},),
+        ("t", "b"),
+        "t = a.tanh()",
+    ),
+    Kernel(
+        ("a", "b"),
+        ("a * b", "a.cos() + b * s"),
+        ({"a": "b", "b": "a"}, {"a": "-a.sin()", "b": "s"}),
+        ("a", "b"),
+    ),
+    Kernel(
+        ("a", "b"), ("a.exp() * 0.2", "o0 * b"), ({"a": "o0"}, {"a": "o1", "b": "o0"}), ("o0", "o1")
+    ),
+    Kernel(
+        ("a",), ("a * a * s", "(a > 0).to(a.dtype)"), ({"a": "2 * a * s"}, {}), ("a",), constant=1
+    ),
     Kernel(("a",), ("a.sort()[0] * s", "a.argsort()"), ({"a": "s"}, {}), (), constant=1),
     Kernel(("a",), ("a.mul_(s)",), ({"a": "s"},), (), dirty=True),
     Kernel(("a",), ("a.sin_()",), ({"a": "t * s"},), ("t",), "t = a.cos()", dirty=True),
@@ -170,13 +208,17 @@ class Made:
     once: bool
 
     def call(self, tensors: Sequence[str], number: float) -> str:
-        given = dict(zip(self.kernel.inputs, tensors, strict=True)) | {"s": repr(number), "extra": "['x', None]"}
+        given = dict(zip(self.kernel.inputs, tensors, strict=True)) | {
+            "s": repr(number),
+            "extra": "['x', None]",
+        }
         return f"{self.name}.apply({', '.join(given[a] for a in self.order)})"
 
 
 def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     kernel = r.choice(SIMPLE if earlier is None else KERNELS)
-    hidden = any(k not in (*kernel.inputs, "o0", "o1") for k in kernel.saved)  # forward alone can save what it makes on the way
+    # forward alone can save what it makes on the way
+    hidden = any(k not in (*kernel.inputs, "o0", "o1") for k in kernel.saved)
     # PyTorch's vmap needs a rule of a Function with setup_context; not every kernel has one
     new = not hidden and r.random() < 0.55 and not kernel.dirty and "argsort" not in kernel.outs[-1]
     order = [*kernel.inputs, "s"]
@@ -191,10 +233,20 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     by_attribute = r.random() < 0.15 and set(kernel.saved) <= set(kernel.inputs) and not pushes
     factor = r.choice(["1.5", "1.5", "c", "w", "1.5 * u"])
     inner = earlier if earlier is not None and r.random() < 0.35 else None
-    times = r.choice(["", "", "", " * c", " * w"]) if not kernel.dirty and not kernel.constant and "o0" not in kernel.saved else ""
+    times = (
+        r.choice(["", "", "", " * c", " * w"])
+        if not kernel.dirty and not kernel.constant and "o0" not in kernel.saved
+        else ""
+    )
     if inner is not None and kernel.saved and "a" in kernel.saved:
         factor = inner.call(["a"], 0.6)
-    if inner is not None and times == "" and not kernel.dirty and "o0" not in kernel.saved and kernel.constant is None:
+    if (
+        inner is not None
+        and times == ""
+        and not kernel.dirty
+        and "o0" not in kernel.saved
+        and kernel.constant is None
+    ):
         times = f" * {inner.call(['a'], 0.8)}"
     n = len(kernel.outs)
     outs = [f"o{i}" for i in range(n)]
@@ -226,7 +278,10 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     names = ", ".join(order)
     if new:
         method(f"forward({names})", [*body, f"return {returned}"])
-        method("setup_context(ctx, inputs, output)", [f"{names}, = inputs", f"{returned} = output", *keep])
+        method(
+            "setup_context(ctx, inputs, output)",
+            [f"{names}, = inputs", f"{returned} = output", *keep],
+        )
     else:
         method(f"forward(ctx, {names})", [*body, *keep, f"return {returned}"])
     loaded = ["s = ctx.s"]
@@ -245,12 +300,27 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
             text = " + ".join(f"g{i} * ({e})" for i, e in terms)
         else:
             content += [f"terms = [{', '.join(f'(g{i}, lambda g: g * ({e}))' for i, e in terms)}]"]
-            content += ["terms = [rule(g) for g, rule in terms if g is not None]", f"d{a} = sum(terms) if terms else None"]
+            content += [
+                "terms = [rule(g) for g, rule in terms if g is not None]",
+                f"d{a} = sum(terms) if terms else None",
+            ]
             text = f"d{a}"
-        text = f"({text}) * {factor}" if materialized else f"{text} if {text} is None else {text} * {factor}"
-        gradients.append(f"({text}) if ctx.needs_input_grad[{position}] else None" if asks else text)
-    content += [f"return {gradients[0] if len(gradients) == 1 else ', '.join(f'({g})' for g in gradients)}"]
-    method(f"backward(ctx, {', '.join(f'g{i}' for i in range(n))})", content, "@once_differentiable" if once else "")
+        text = (
+            f"({text}) * {factor}"
+            if materialized
+            else f"{text} if {text} is None else {text} * {factor}"
+        )
+        gradients.append(
+            f"({text}) if ctx.needs_input_grad[{position}] else None" if asks else text
+        )
+    content += [
+        f"return {gradients[0] if len(gradients) == 1 else ', '.join(f'({g})' for g in gradients)}"
+    ]
+    method(
+        f"backward(ctx, {', '.join(f'g{i}' for i in range(n))})",
+        content,
+        "@once_differentiable" if once else "",
+    )
     if pushes:
         content = list(loaded)
         pushed = []
@@ -258,8 +328,13 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
             if i == kernel.constant or not slopes:
                 pushed.append("None")
                 continue
-            content += [f"terms = [{', '.join(f'(t{a}, lambda d: d * ({e}))' for a, e in slopes.items())}]"]
-            content += ["terms = [rule(t) for t, rule in terms if t is not None]", f"p{i} = sum(terms) * {factor} if terms else None"]
+            content += [
+                f"terms = [{', '.join(f'(t{a}, lambda d: d * ({e}))' for a, e in slopes.items())}]"
+            ]
+            content += [
+                "terms = [rule(t) for t, rule in terms if t is not None]",
+                f"p{i} = sum(terms) * {factor} if terms else None",
+            ]
             if kernel.dirty:
                 content += [f"p{i} = ta.copy_(p{i})"]
             pushed.append(f"p{i}")
@@ -267,7 +342,9 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
         method(f"jvp(ctx, {', '.join(f't{a}' for a in order)})", content)
     if vmap == "own":
         content = [
-            f"{a} = {a} if in_dims[{k}] is None else {a}.movedim(in_dims[{k}], 0)" for k, a in enumerate(order) if a in kernel.inputs
+            f"{a} = {a} if in_dims[{k}] is None else {a}.movedim(in_dims[{k}], 0)"
+            for k, a in enumerate(order)
+            if a in kernel.inputs
         ]
         if len(kernel.inputs) == 2:
             content += ["a, b = torch.broadcast_tensors(a, b)"]
@@ -276,7 +353,7 @@ def _function(name: str, r: random.Random, earlier: Made | None) -> Made:
     return Made(name, kernel, "\n".join(lines), new, pushes, order, once)
 
 
-# -- units of a program --------------------------------------------------------------------------------------------------------------------
+# -- units of a program ----------------------------------------------------------------------------
 @dataclasses.dataclass
 class Unit:
     """Some lines that define variables of shape [3] from others."""
@@ -291,7 +368,8 @@ class Program:
     """A program and what is known about it.
 
     Attributes:
-        needs: the names among x, y and the captured tensors that require grad; "layers": the parameters of both layers.
+        needs: the names among x, y and the captured tensors that require grad; "layers": the
+            parameters of both layers.
     """
 
     seed: int
@@ -310,7 +388,11 @@ class Program:
 
     @property
     def reentrant(self) -> bool:
-        return "use_reentrant=v" in self.body or "use_reentrant=x" in self.body or "use_reentrant=y" in self.body
+        return (
+            "use_reentrant=v" in self.body
+            or "use_reentrant=x" in self.body
+            or "use_reentrant=y" in self.body
+        )
 
     @property
     def writes(self) -> bool:
@@ -329,19 +411,37 @@ class Program:
 
     @property
     def forward_mode(self) -> bool:
-        """Whether forward mode can go through, and gives what reverse mode does: it obeys no hook and no no_grad."""
+        """Whether forward mode can go through, and gives what reverse mode does: it obeys no hook
+        and no no_grad.
+        """
         reverse = ("register_hook", "hooked(", "no_grad", "set_grad", "T.", "autograd.grad")
-        return all(m.forward_mode for m in self.used) and not any(word in self.body for word in reverse)
+        return all(m.forward_mode for m in self.used) and not any(
+            word in self.body for word in reverse
+        )
 
     @property
     def source(self) -> str:
         body = [f"    {line}" for line in self.body.splitlines()]
-        return "\n".join([HEADER, *[m.source for m in self.used], "", "def f(x, y):", *body, f"    return {self.result}", ""])
+        return "\n".join(
+            [
+                HEADER,
+                *[m.source for m in self.used],
+                "",
+                "def f(x, y):",
+                *body,
+                f"    return {self.result}",
+                "",
+            ]
+        )
 
     def without(self, k: int) -> Program:
         """The program with unit k left out: what it defines is what it was made of."""
         unit = self.units[k]
-        stand_in = [Unit([f"{name} = {unit.uses[0]} * 1"], [name], unit.uses[:1]) for name in unit.defines] if unit.uses else []
+        stand_in = (
+            [Unit([f"{name} = {unit.uses[0]} * 1"], [name], unit.uses[:1]) for name in unit.defines]
+            if unit.uses
+            else []
+        )
         rest = "\n".join(line for u in self.units[k + 1 :] for line in u.lines) + self.result
         stand_in = [u for u in stand_in if u.defines[0] in rest]
         return dataclasses.replace(self, units=[*self.units[:k], *stand_in, *self.units[k + 1 :]])
@@ -358,7 +458,9 @@ class _Writer:
         return self.names[-1] if self.r.random() < 0.4 else self.r.choice(self.names)
 
     def captured(self) -> str:
-        return self.r.choice(["w", "u", "c", "w[[2, 0, 1]]", "u.flip(0)", "layer.bias", "w.detach()"])
+        return self.r.choice(
+            ["w", "u", "c", "w[[2, 0, 1]]", "u.flip(0)", "layer.bias", "w.detach()"]
+        )
 
     def new(self) -> str:
         self.next += 1
@@ -367,16 +469,24 @@ class _Writer:
     def expression(self, a: str, b: str, inside: bool = False) -> str:
         """An expression of two variables; inside: in a nested function."""
         kinds = [
-            f"torch.sin({a}) * {b}", f"{a} * {self.captured()} + {b}", f"torch.tanh({a} - {b})", f"({a} * {b}).cumsum(0)",
+            f"torch.sin({a}) * {b}",
+            f"{a} * {self.captured()} + {b}",
+            f"torch.tanh({a} - {b})",
+            f"({a} * {b}).cumsum(0)",
             f"{a} * 0.5 + {self.captured()}",
-            f"torch.where({a} > {b}, {a}, {b} * 0.5)", f"{a}.flip(0) * {b}.cos()", f"{a}.softmax(0) * {self.captured()}",
+            f"torch.where({a} > {b}, {a}, {b} * 0.5)",
+            f"{a}.flip(0) * {b}.cos()",
+            f"{a}.softmax(0) * {self.captured()}",
             f"layer({a}) * {b}",
             f"{a} * {b}.detach()",
         ]
         if self.functions and self.r.random() < 0.6:
             usable = [m for m in self.functions if len(m.kernel.outs) == 1 and not m.kernel.dirty]
             made = self.r.choice(usable)
-            return f"{made.call([a, b][: len(made.kernel.inputs)], self.number())} * {self.r.choice([b, '1', self.captured()])}"
+            return (
+                f"{made.call([a, b][: len(made.kernel.inputs)], self.number())} * "
+                f"{self.r.choice([b, '1', self.captured()])}"
+            )
         return self.r.choice(kinds)
 
     def number(self) -> float:
@@ -405,27 +515,60 @@ class _Writer:
             else:
                 lines = [f"{out} = {made.call(tensors, self.number())}"]
         elif kind == "hook":
-            hook = r.choice(["g * 1.7", "g.clamp(-0.5, 0.5)", "g * c", "g * w", "None", "g + 0.1", "g * g.detach().cos()", "-g"])
-            # times 1: PyTorch keeps the result of tanh for a second derivative as it is before the hook's tensor, here it is after
-            lines = [f"{out} = ({self.expression(a, b)}) * 1", f"if {out}.requires_grad:", f"    {out}.register_hook(lambda g: {hook})"]
+            hook = r.choice(
+                [
+                    "g * 1.7",
+                    "g.clamp(-0.5, 0.5)",
+                    "g * c",
+                    "g * w",
+                    "None",
+                    "g + 0.1",
+                    "g * g.detach().cos()",
+                    "-g",
+                ]
+            )
+            # times 1: PyTorch keeps the result of tanh for a second derivative as it is before the
+            # hook's tensor, here it is after
+            lines = [
+                f"{out} = ({self.expression(a, b)}) * 1",
+                f"if {out}.requires_grad:",
+                f"    {out}.register_hook(lambda g: {hook})",
+            ]
         elif kind == "no_grad":
             what = self.expression(a, b)
-            lines = r.choice([
-                [f"{out} = ({what}).detach() + {b}"], ["with torch.no_grad():", f"    {out} = {what}"],
-                ["with torch.no_grad(), torch.enable_grad():", f"    {out} = {what}"],
-                ["with torch.no_grad():", f"    {out} = {what}", f"{out} = {out} * {a}"],
-                ["with torch.set_grad_enabled(False):", f"    {out} = {what}", f"{out} = {out} + {b}"],
-            ])  # fmt: skip
+            lines = r.choice(
+                [
+                    [f"{out} = ({what}).detach() + {b}"],
+                    ["with torch.no_grad():", f"    {out} = {what}"],
+                    ["with torch.no_grad(), torch.enable_grad():", f"    {out} = {what}"],
+                    ["with torch.no_grad():", f"    {out} = {what}", f"{out} = {out} * {a}"],
+                    [
+                        "with torch.set_grad_enabled(False):",
+                        f"    {out} = {what}",
+                        f"{out} = {out} + {b}",
+                    ],
+                ]
+            )
         elif kind == "checkpoint":
             reentrant = r.choice(["False", "False", f"{a}.requires_grad"])
             inner = self.expression("a", "b", True)
-            lines = [f"{out} = checkpoint(lambda a, b: {inner}, {a}, {b}, use_reentrant={reentrant})"]
+            lines = [
+                f"{out} = checkpoint(lambda a, b: {inner}, {a}, {b}, use_reentrant={reentrant})"
+            ]
         elif kind == "in place":
-            change = r.choice([
-                f"{out}.mul_({b})", f"{out}[0] = {b}[1]", f"{out}[1:].sin_()", f"{out}.view(3, 1)[:2].mul_(0.5)",
-                f"{out}.add_({self.captured()})",
-                f"{out}.copy_({b})", f"{out}[:2] += {self.captured()}[1:]", f"{out}.masked_fill_({b} > 0, 0.3)", f"{out}.detach().zero_()",
-            ])  # fmt: skip
+            change = r.choice(
+                [
+                    f"{out}.mul_({b})",
+                    f"{out}[0] = {b}[1]",
+                    f"{out}[1:].sin_()",
+                    f"{out}.view(3, 1)[:2].mul_(0.5)",
+                    f"{out}.add_({self.captured()})",
+                    f"{out}.copy_({b})",
+                    f"{out}[:2] += {self.captured()}[1:]",
+                    f"{out}.masked_fill_({b} > 0, 0.3)",
+                    f"{out}.detach().zero_()",
+                ]
+            )
             lines = [f"{out} = {a} * {self.number()}", change]
             if r.random() < 0.25:
                 lines = [lines[0], "with torch.no_grad():", f"    {change}"]
@@ -433,17 +576,36 @@ class _Writer:
             lines = [f"{out} = {r.choice(['layer', 'hooked'])}({a}).tanh()"]
         elif kind == "transform":
             inner = self.expression("a", b, True)
-            lines = [f"{out} = " + r.choice([
-                f"T.grad(lambda a: ({inner}).sum())({a})", f"T.vjp(lambda a: {inner}, {a})[1]({b})[0]",
-                f"T.jacrev(lambda a: {inner})({a}).sum(0)", f"T.vmap(lambda a, b: a.sin() * b * w.sum())({a}, {b})",
-                f"T.vmap(lambda a: {self.expression('a', 'a.cos()', True)})(torch.stack([{a}, {b}])).sum(0)",
-                f"T.vmap(T.grad(lambda a: ({self.expression('a', 'a', True)}).sum()))(torch.stack([{a}, {b}])).sum(0)",
-            ])]  # fmt: skip
+            lines = [
+                f"{out} = "
+                + r.choice(
+                    [
+                        f"T.grad(lambda a: ({inner}).sum())({a})",
+                        f"T.vjp(lambda a: {inner}, {a})[1]({b})[0]",
+                        f"T.jacrev(lambda a: {inner})({a}).sum(0)",
+                        f"T.vmap(lambda a, b: a.sin() * b * w.sum())({a}, {b})",
+                        (
+                            "T.vmap(lambda a: "
+                            f"{self.expression('a', 'a.cos()', True)})(torch.stack([{a}, "
+                            f"{b}])).sum(0)"
+                        ),
+                        (
+                            "T.vmap(T.grad(lambda a: "
+                            f"({self.expression('a', 'a', True)}).sum()))(torch.stack([{a}, "
+                            f"{b}])).sum(0)"
+                        ),
+                    ]
+                )
+            ]
         elif kind == "autograd":
             inner = self.expression("leaf", b, True)
             lines = [
-                "with torch.enable_grad():", f"    leaf = {a}.detach().requires_grad_()",
-                f"    {out} = torch.autograd.grad(({inner} + leaf).sum(), leaf, create_graph=True)[0] * {a}",
+                "with torch.enable_grad():",
+                f"    leaf = {a}.detach().requires_grad_()",
+                (
+                    f"    {out} = torch.autograd.grad(({inner} + leaf).sum(), leaf, "
+                    f"create_graph=True)[0] * {a}"
+                ),
             ]
         else:
             lines = [f"count.add_({a}.detach().sum().float().abs())", f"{out} = {a} + 1"]
@@ -452,12 +614,26 @@ class _Writer:
 
 
 KINDS = [
-    *["plain"] * 3, *["function"] * 6, *["hook"] * 2, *["no_grad"] * 2, *["checkpoint"] * 2, *["in place"] * 2, "module",
-    *["transform"] * 2, "autograd",
-]  # fmt: skip
+    *["plain"] * 3,
+    *["function"] * 6,
+    *["hook"] * 2,
+    *["no_grad"] * 2,
+    *["checkpoint"] * 2,
+    *["in place"] * 2,
+    "module",
+    *["transform"] * 2,
+    "autograd",
+]
 NEEDS = [
-    {"x", "y", "w", "u", "layers"}, {"x", "y", "w", "u", "layers"}, {"x"}, {"x", "y"}, {"w", "u", "layers"}, {"w"}, {"y", "layers"},
-    {"x", "w"}, set(),
+    {"x", "y", "w", "u", "layers"},
+    {"x", "y", "w", "u", "layers"},
+    {"x"},
+    {"x", "y"},
+    {"w", "u", "layers"},
+    {"w"},
+    {"y", "layers"},
+    {"x", "w"},
+    set(),
 ]
 
 
@@ -470,16 +646,20 @@ def program(seed: int) -> Program:
     writer = _Writer(r, functions)
     if r.random() < 0.15:
         hook = r.choice(["g * 2", "g * w", "g.sin()"])
-        writer.units.append(Unit(["if x.requires_grad:", f"    x.register_hook(lambda g: {hook})"], [], []))
+        writer.units.append(
+            Unit(["if x.requires_grad:", f"    x.register_hook(lambda g: {hook})"], [], [])
+        )
     for _ in range(r.randint(2, 6)):
         writer.unit()
     if r.random() < 0.1:
-        writer.units.append(Unit([f"count.add_({writer.names[-1]}.detach().sum().float().abs())"], [], []))
+        writer.units.append(
+            Unit([f"count.add_({writer.names[-1]}.detach().sum().float().abs())"], [], [])
+        )
     result = " + ".join(dict.fromkeys([writer.names[-1], r.choice(writer.names), "x * 0.1"]))
     return Program(seed, functions, writer.units, result, frozenset(r.choice(NEEDS)))
 
 
-# -- ways to call one ----------------------------------------------------------------------------------------------------------------------
+# -- ways to call one ------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A way to call a program.
@@ -500,10 +680,14 @@ class Way:
         """Whether the truth of a program can be had in this way."""
         if p.writes and (self.batch or self.inner):
             return False  # torch.func refuses to write to a captured tensor there
-        if p.reentrant and (self.inner or self.order > 1 or "T." in p.body or "autograd.grad" in p.body):
+        if p.reentrant and (
+            self.inner or self.order > 1 or "T." in p.body or "autograd.grad" in p.body
+        ):
             return False  # PyTorch refuses torch.autograd.grad with a reentrant checkpoint
         if p.hooks and self.inner and p.needs:
-            return False  # plain PyTorch calls a hook in each backward pass, torch.func in that of the transform alone
+            # plain PyTorch calls a hook in each backward pass, torch.func in that of the transform
+            # alone
+            return False
         return self.inner != "forward" or p.forward_mode
 
 
@@ -533,11 +717,13 @@ WAYS: dict[str, Way] = {
     "jacrev": Way(lambda T, f: lambda x, y: T.jacrev(f)(x, y).sum(0), inner="reverse"),
     "jvp": Way(lambda T, f: lambda x, y: T.jvp(f, (x, y), (y, x))[1], inner="forward"),
     "jit(jvp)": Way(lambda T, f: T.jit(lambda x, y: T.jvp(f, (x, y), (y, x))[1]), inner="forward"),
-}  # fmt: skip
+}
 
 
 def has_leaves(p: Program, way: Way) -> bool:
-    """Whether the truth has leaves of its own: then its results may require grad, and be refused a derivative, where ours do not."""
+    """Whether the truth has leaves of its own: then its results may require grad, and be refused a
+    derivative, where ours do not.
+    """
     return bool(way.inner) or "T." in p.body or "requires_grad_" in p.body
 
 
@@ -560,21 +746,28 @@ class Run:
         self.leaves = has_leaves(p, way)
 
     def result(self, number: int) -> list[torch.Tensor | None]:
-        """What call number ``number`` gives: output, gradients, what was written; its numbers differ from those of other calls."""
+        """What call number ``number`` gives: output, gradients, what was written; its numbers
+        differ from those of other calls.
+        """
         with torch.no_grad():
             for k, t in enumerate([*self.captured, self.space["c"]]):
                 t.add_(0.07 * number * (1 + k % 3))
         leaves = self.arguments(number)
         out = self.call(*leaves)
         every = [t for t in (*leaves, *self.captured) if t.requires_grad]
-        found: list[torch.Tensor | None] = [out.detach().clone(), torch.tensor(out.requires_grad and not self.leaves)]
+        found: list[torch.Tensor | None] = [
+            out.detach().clone(),
+            torch.tensor(out.requires_grad and not self.leaves),
+        ]
         first: list[torch.Tensor | None] = [None] * len(every)
         if out.requires_grad and every:
             cotangent = COEFFICIENTS.expand_as(out)
             if self.way.order == 1:
                 out.backward(cotangent)
             else:
-                first = list(torch.autograd.grad(out, every, cotangent, create_graph=True, allow_unused=True))
+                first = list(
+                    torch.autograd.grad(out, every, cotangent, create_graph=True, allow_unused=True)
+                )
                 total = sum((g.sin() * 1.3).sum() for g in first if g is not None)
                 if total.requires_grad:
                     total.backward()
@@ -588,7 +781,10 @@ class Run:
         generator = torch.Generator().manual_seed(self.p.seed * 10 + number)
         shape = (2, 3) if self.way.batch else (3,)
         return [
-            torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(key in self.p.needs) for key in ("x", "y")
+            torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(
+                key in self.p.needs
+            )
+            for key in ("x", "y")
         ]
 
 
@@ -605,7 +801,9 @@ def truth(p: Program, way: Way, T: Any = PLAIN) -> list[Any] | Exception:
 
 
 def refused_by_torch_func(p: Program, way: Way, error: Exception) -> bool:
-    """Whether it is the error that torch.func raises too, for a program that PyTorch runs because it cannot be recorded."""
+    """Whether it is the error that torch.func raises too, for a program that PyTorch runs because
+    it cannot be recorded.
+    """
     if not any("PyTorch runs this call" in note for note in getattr(error, "__notes__", ())):
         return False
     theirs = truth(p, way, torch.func)
@@ -613,7 +811,9 @@ def refused_by_torch_func(p: Program, way: Way, error: Exception) -> bool:
 
 
 def fault(p: Program, way: Way, T: Any) -> str:
-    """What is wrong with a program called in a way, in words; "" where nothing is, "no truth: ..." where PyTorch itself raises."""
+    """What is wrong with a program called in a way, in words; "" where nothing is, "no truth: ..."
+    where PyTorch itself raises.
+    """
     expected = truth(p, way)
     try:
         run = Run(p, way, T)
@@ -621,17 +821,29 @@ def fault(p: Program, way: Way, T: Any) -> str:
     except Exception as error:
         actual = error
     if isinstance(expected, Exception):
-        if "once_differentiable" in str(expected) and not isinstance(actual, RuntimeError) and not has_leaves(p, way):
+        if (
+            "once_differentiable" in str(expected)
+            and not isinstance(actual, RuntimeError)
+            and not has_leaves(p, way)
+        ):
             return f"{expected!r} expected, got {actual!r}"
         return f"no truth: {expected!r}"
     if way.inner == "forward" and any(m.once for m in p.used):
         return "no truth: it pulls back where forward mode has a rule that can be differentiated"
-    if isinstance(actual, RuntimeError) and "once_differentiable" in str(actual) and any(m.once for m in p.used):
-        return "no truth: PyTorch gives a second derivative without what backward has hidden, and here that is refused"
+    if (
+        isinstance(actual, RuntimeError)
+        and "once_differentiable" in str(actual)
+        and any(m.once for m in p.used)
+    ):
+        return (
+            "no truth: PyTorch gives a second derivative without what backward has hidden, and "
+            "here that is refused"
+        )
     if isinstance(actual, Exception):
         return "" if refused_by_torch_func(p, way, actual) else f"raises {actual!r}"
     wrong = difference(actual, expected)
-    if wrong and p.hooks and way is WAYS["vmap"]:  # if PyTorch runs it: a mapped tensor requires no grad, and a module calls no hook for it
+    # if PyTorch runs it: a mapped tensor requires no grad, and a module calls no hook for it
+    if wrong and p.hooks and way is WAYS["vmap"]:
         of_torch = truth(p, way, torch.func)
         return wrong if isinstance(of_torch, Exception) else difference(actual, of_torch)
     return wrong
@@ -643,10 +855,19 @@ def difference(actual: list[Any], expected: list[Any]) -> str:
         for i, (a, e) in enumerate(zip(mine, theirs, strict=True)):
             if a is None and e is None:
                 continue
-            a, e = (torch.zeros_like(e) if a is None else a), (torch.zeros_like(a) if e is None else e)
+            a, e = (
+                (torch.zeros_like(e) if a is None else a),
+                (torch.zeros_like(a) if e is None else e),
+            )
             if not e.isfinite().all():
-                return "no truth: the numbers overflow, and what becomes of them depends on rounding"
-            if a.shape != e.shape or a.dtype != e.dtype or not torch.allclose(a, e, rtol=1e-6, atol=1e-9, equal_nan=True):
+                return (
+                    "no truth: the numbers overflow, and what becomes of them depends on rounding"
+                )
+            if (
+                a.shape != e.shape
+                or a.dtype != e.dtype
+                or not torch.allclose(a, e, rtol=1e-6, atol=1e-9, equal_nan=True)
+            ):
                 return f"call {k}, result {i}: {a.tolist()} for {e.tolist()}"
     return ""
 

@@ -1,7 +1,10 @@
-"""What the processes of tests/distributed/test_distributed_utils.py run: ``python distributed_jobs.py PROCESS PROCESSES PORT JOB...``.
+"""What the processes of tests/distributed/test_distributed_utils.py run:
+``python distributed_jobs.py PROCESS PROCESSES PORT JOB...``.
 
-Each job is a function of this file; each process prints one line of JSON, the results by the jobs' names.
+Each job is a function of this file; each process prints one line of JSON, the results by the jobs'
+names.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,7 +19,12 @@ import torch
 from torch import nn
 
 from torchfunc_jax.distributed import initialize
-from torchfunc_jax.distributed.utils import recursive_to, sync_module_states, sync_params_and_buffers, verify_param_shape_across_processes
+from torchfunc_jax.distributed.utils import (
+    recursive_to,
+    sync_module_states,
+    sync_params_and_buffers,
+    verify_param_shape_across_processes,
+)
 
 LIMIT = 60  # seconds that processes wait for each other where nobody is missing
 
@@ -30,16 +38,22 @@ def error_of(call: Any) -> str:
 
 
 def module(seed: int) -> nn.Module:
-    """A module with parameters and buffers of several dtypes, tied weights, a strided one, and values that arithmetic would not keep."""
+    """A module with parameters and buffers of several dtypes, tied weights, a strided one, and
+    values that arithmetic would not keep.
+    """
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False))
+    made = nn.Sequential(
+        nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+    )
     made[3].weight = made[2].weight
     made.narrow = nn.Parameter(torch.randn(3, 3).to(torch.bfloat16).t())
     made.register_buffer("mask", torch.rand(11) > 0.5)
     made.register_buffer("empty", torch.empty(0, 4))
     made.register_buffer("phase", torch.randn(3, dtype=torch.complex128))
     nan = struct.unpack("f", struct.pack("I", 0x7FC01234 + seed))[0]
-    made.register_buffer("odd", torch.tensor([-0.0, float("nan"), nan, 1e-45 * (seed + 1), float("-inf")]))
+    made.register_buffer(
+        "odd", torch.tensor([-0.0, float("nan"), nan, 1e-45 * (seed + 1), float("-inf")])
+    )
     return made
 
 
@@ -57,7 +71,9 @@ def states_of(made: nn.Module) -> dict[str, Any]:
 
 
 def synced(me: int, n: int) -> Any:
-    """A module in small buckets, but for two names; what each process must have then follows from the seeds alone."""
+    """A module in small buckets, but for two names; what each process must have then follows from
+    the seeds alone.
+    """
     made = module(me)
     sync_module_states(made, None, 64, 0, {"0.bias", "mask"}, timeout=LIMIT)
     return bits(states_of(made))
@@ -71,36 +87,62 @@ def synced_from_last(me: int, n: int) -> Any:
 
 
 def synced_arrays(me: int, n: int) -> Any:
-    """jax.Arrays, of 64 bits too and on several devices, beside a tensor: in place the tensor alone."""
+    """jax.Arrays, of 64 bits too and on several devices, beside a tensor: in place the tensor
+    alone.
+    """
     with jax.enable_x64(True):
         wide = jax.numpy.full(3, me + 0.1, "float64")
-    rows = jax.sharding.NamedSharding(jax.make_mesh((2,), ("d",), devices=jax.local_devices()), jax.P("d"))
+    rows = jax.sharding.NamedSharding(
+        jax.make_mesh((2,), ("d",), devices=jax.local_devices()), jax.P("d")
+    )
     spread = jax.device_put(np.arange(4, dtype=np.float32) + me, rows)
-    states = {"wide": wide, "spread": spread, "tensor": torch.full((2,), float(me)), "kept": jax.numpy.full(2, me)}
+    states = {
+        "wide": wide,
+        "spread": spread,
+        "tensor": torch.full((2,), float(me)),
+        "kept": jax.numpy.full(2, me),
+    }
     after = sync_module_states(states, None, 8, 0, ("kept",), timeout=LIMIT)
-    return [bits(after), after["spread"].sharding == rows, after["tensor"] is states["tensor"], wide.tolist()]
+    return [
+        bits(after),
+        after["spread"].sharding == rows,
+        after["tensor"] is states["tensor"],
+        wide.tolist(),
+    ]
 
 
 def verified(me: int, n: int) -> Any:
     verify_param_shape_across_processes(None, dict(module(me).named_parameters()), timeout=LIMIT)
-    verify_param_shape_across_processes(range(n), list(module(me).parameters()), None, timeout=LIMIT)
+    verify_param_shape_across_processes(
+        range(n), list(module(me).parameters()), None, timeout=LIMIT
+    )
     return "passed"
 
 
 def disagreeing(me: int, n: int) -> Any:
     """One process has another shape, another one another dtype and a parameter more."""
-    layers = {"weight": torch.ones(3, 4 if me else 5), "bias": torch.ones(3), "scale": jax.numpy.ones(2)}
+    layers = {
+        "weight": torch.ones(3, 4 if me else 5),
+        "bias": torch.ones(3),
+        "scale": jax.numpy.ones(2),
+    }
     if me == 1:
         layers |= {"bias": torch.ones(3, dtype=torch.float64), "more": torch.ones(1)}
     return error_of(lambda: verify_param_shape_across_processes(None, layers, timeout=LIMIT))
 
 
 def disagreeing_lists(me: int, n: int) -> Any:
-    return error_of(lambda: sync_params_and_buffers(None, [torch.ones(2), torch.ones(2 + (me == 1))], 8, 0, timeout=LIMIT))
+    return error_of(
+        lambda: sync_params_and_buffers(
+            None, [torch.ones(2), torch.ones(2 + (me == 1))], 8, 0, timeout=LIMIT
+        )
+    )
 
 
 def other_source(me: int, n: int) -> Any:
-    return error_of(lambda: sync_params_and_buffers(None, [torch.ones(1)], 8, int(me == 1), timeout=LIMIT))
+    return error_of(
+        lambda: sync_params_and_buffers(None, [torch.ones(1)], 8, int(me == 1), timeout=LIMIT)
+    )
 
 
 def other_order(me: int, n: int) -> Any:
@@ -111,11 +153,15 @@ def other_order(me: int, n: int) -> Any:
 def parts(me: int, n: int) -> Any:
     """The lower half of the processes and the upper one, each for itself."""
     group = [p for p in range(n) if (p < n // 2) == (me < n // 2)]
-    return sync_params_and_buffers(group, [torch.tensor(float(me))], 8, len(group) - 1, timeout=LIMIT)[0].item()
+    return sync_params_and_buffers(
+        group, [torch.tensor(float(me))], 8, len(group) - 1, timeout=LIMIT
+    )[0].item()
 
 
 def placed(me: int, n: int) -> Any:
-    """The process whose device an array is on after a move to the CPU, of which each process has its own."""
+    """The process whose device an array is on after a move to the CPU, of which each process has
+    its own.
+    """
     (device,) = recursive_to(jax.numpy.ones(2), torch.device("cpu"), False)[0].devices()
     return device.process_index
 

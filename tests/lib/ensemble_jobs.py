@@ -1,4 +1,7 @@
-"""What the processes of the tests of ensembles run: a small training run, and what each process has of it afterwards."""
+"""What the processes of the tests of ensembles run: a small training run, and what each process has
+of it afterwards.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -29,11 +32,15 @@ def member(width: int = 8) -> nn.Module:
 
 
 def trainer_of(shared: int = 1, devices: Any = None, members: int = MEMBERS) -> Trainer:
-    """A trainer over all devices, of which ``shared`` share each batch; devices: 1: one device without a mesh."""
+    """A trainer over all devices, of which ``shared`` share each batch; devices: 1: one device
+    without a mesh.
+    """
     devices = jax.devices() if devices is None else devices
     mesh = None if devices == 1 else Mesh(np.array(devices).reshape(-1, shared), ("member", "data"))
     ensemble = Ensemble(member, members, seed=3, mesh=mesh)
-    return Trainer(ensemble, nn.functional.mse_loss, lr=np.linspace(0.01, 0.05, members).astype(np.float32))
+    return Trainer(
+        ensemble, nn.functional.mse_loss, lr=np.linspace(0.01, 0.05, members).astype(np.float32)
+    )
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +55,15 @@ def values(trainer: Trainer) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): gathered(x) for path, x in leaves}
 
 
-def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_devices: int = 1, devices: Any = None) -> dict[str, Any]:
-    """Train for three epochs of eight steps, each member on a sample of its own; from the newest checkpoint, if there is a folder.
+def train(
+    folder: str | None = None,
+    every: int = 5,
+    pause: float = 0.0,
+    data_devices: int = 1,
+    devices: Any = None,
+) -> dict[str, Any]:
+    """Train for three epochs of eight steps, each member on a sample of its own; from the newest
+    checkpoint, if there is a folder.
 
     The validation data have a number of rows that no two devices share.
     """
@@ -64,16 +78,29 @@ def train(folder: str | None = None, every: int = 5, pause: float = 0.0, data_de
 
     held_out = tuple(x[:7] for x in data())
     losses = trainer.fit(
-        data(), epochs=3, batch_size=8, bootstrap=True, validation=held_out, keep_best=True, checkpoint=checkpoint, on_step=reached
+        data(),
+        epochs=3,
+        batch_size=8,
+        bootstrap=True,
+        validation=held_out,
+        keep_best=True,
+        checkpoint=checkpoint,
+        on_step=reached,
     )
     if checkpoint is not None:
         checkpoint.close()
     first = trainer.position - len(losses)
-    return {"first": first, "losses": losses.numpy(), "values": values(trainer), "cpu": time.process_time() - begin}
+    return {
+        "first": first,
+        "losses": losses.numpy(),
+        "values": values(trainer),
+        "cpu": time.process_time() - begin,
+    }
 
 
 def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
     """A run in which one process gets SIGTERM."""
+
     def stop(trainer: Trainer, _: Any) -> None:
         if trainer.position == 1:
             waiting()  # so that no process is far ahead of the others
@@ -84,7 +111,14 @@ def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
     trainer = trainer_of()
     try:
         with Checkpoints(folder, every=0) as checkpoints:
-            trainer.fit(data(), epochs=100, batch_size=8, bootstrap=True, checkpoint=checkpoints, on_step=stop)
+            trainer.fit(
+                data(),
+                epochs=100,
+                batch_size=8,
+                bootstrap=True,
+                checkpoint=checkpoints,
+                on_step=stop,
+            )
     except Preempted as error:
         return {"position": error.position, "code": error.code, "values": values(trainer)}
     return {"position": None}
@@ -113,16 +147,23 @@ def stopping(who: int) -> None:
 
 
 def waiting() -> None:
-    """Wait for all others in a collective, by which a process that does not come is never noticed."""
+    """Wait for all others in a collective, by which a process that does not
+    come is never noticed.
+    """
     multihost_utils.sync_global_devices("waiting")
 
 
 def layouts(folder: str) -> dict[str, Any]:
-    """Half of a run on a mesh of 8 devices, the other half on others: the final values by the second mesh."""
+    """Half of a run on a mesh of 8 devices, the other half on others: the final values by the
+    second mesh.
+    """
+
     def run(member: int, shared: int, until: int) -> Trainer:
         trainer = trainer_of(shared, jax.devices()[: member * shared], members=8)
         with Checkpoints(copy, every=4, keep=1) as checkpoints:
-            trainer.fit(data(), epochs=until // 8, batch_size=8, bootstrap=True, checkpoint=checkpoints)
+            trainer.fit(
+                data(), epochs=until // 8, batch_size=8, bootstrap=True, checkpoint=checkpoints
+            )
         return trainer
 
     found = {}
@@ -145,24 +186,37 @@ def killed_while_writing(folder: str) -> None:
     trainer = Trainer(ensemble, nn.functional.mse_loss, "sgd")
     checkpoints = Checkpoints(folder)
     for trainer.position in (1, 2):
-        trainer.state = dataclasses.replace(trainer.state, params=jax.tree.map(lambda x: x * 0 + trainer.position, trainer.state.params))
+        trainer.state = dataclasses.replace(
+            trainer.state,
+            params=jax.tree.map(lambda x: x * 0 + trainer.position, trainer.state.params),
+        )
         checkpoints.save(trainer, wait=trainer.position == 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- dry runs ------------------------------------------------------------------------------------------------------------------------
+# -- dry runs --------------------------------------------------------------------------------------
 def _priced(make: Any, loss: Any, **options: Any) -> Any:
     return lambda n, mesh: Trainer(Ensemble(make, n, mesh=mesh), loss, **options)
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)
+    )
 
 
 #: what is priced: (a function that makes a trainer, a batch, whether it is each member's own)
 PRICED = {
-    "mlp": (_priced(lambda: member(64), nn.functional.mse_loss), (torch.zeros(16, 256, 4), torch.zeros(16, 256, 1)), True),
-    "cnn": (_priced(cnn, nn.functional.cross_entropy), (torch.zeros(256, 1, 8, 8), torch.zeros(256, dtype=torch.long)), False),
+    "mlp": (
+        _priced(lambda: member(64), nn.functional.mse_loss),
+        (torch.zeros(16, 256, 4), torch.zeros(16, 256, 1)),
+        True,
+    ),
+    "cnn": (
+        _priced(cnn, nn.functional.cross_entropy),
+        (torch.zeros(256, 1, 8, 8), torch.zeros(256, dtype=torch.long)),
+        False,
+    ),
 }
 
 
@@ -176,8 +230,13 @@ def compiled(shape: tuple[int, int]) -> dict[str, Any]:
         results = re.findall(r"= (.*) all-reduce\(", text)
         shapes = [dims for line in results for dims in re.findall(r"[fs]32\[([\d,]*)\]", line)]
         found[kind] = {
-            "arguments": plan.argument_size_in_bytes, "flops": program.cost_analysis()["flops"],
-            "memory": plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes,
-            "reduced": sum(4 * math.prod(int(n) for n in dims.split(",") if n) for dims in shapes), "gathered": text.count("all-gather("),
+            "arguments": plan.argument_size_in_bytes,
+            "flops": program.cost_analysis()["flops"],
+            "memory": plan.argument_size_in_bytes
+            + plan.output_size_in_bytes
+            - plan.alias_size_in_bytes
+            + plan.temp_size_in_bytes,
+            "reduced": sum(4 * math.prod(int(n) for n in dims.split(",") if n) for dims in shapes),
+            "gathered": text.count("all-gather("),
         }
     return found

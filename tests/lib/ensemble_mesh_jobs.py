@@ -1,7 +1,9 @@
-"""What tests/ensembles/test_eight_devices.py runs on 8 simulated devices: ``python ensemble_mesh_jobs.py JOB...`` prints a line of JSON.
+"""What tests/ensembles/test_eight_devices.py runs on 8 simulated devices:
+``python ensemble_mesh_jobs.py JOB...`` prints a line of JSON.
 
 Each job is a function of this file, which returns what the test compares.
 """
+
 from __future__ import annotations
 
 import collections
@@ -29,7 +31,11 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.conv, self.norm, self.second = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Conv2d(4, 6, 2, stride=2)
+        self.conv, self.norm, self.second = (
+            nn.Conv2d(1, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 6, 2, stride=2),
+        )
         self.head, self.drop = nn.Linear(6 * 4, 3), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,8 +44,12 @@ class Net(nn.Module):
 
 @bridge.from_jax
 def summed(x: jax.Array) -> jax.Array:
-    """The sum over the first axis by a loop of the user's, at which shard_map's check of varying axes stops."""
-    return jax.lax.fori_loop(0, x.shape[0], lambda i, total: total + x[i], jnp.zeros(x.shape[1:], x.dtype))
+    """The sum over the first axis by a loop of the user's, at which shard_map's check of varying
+    axes stops.
+    """
+    return jax.lax.fori_loop(
+        0, x.shape[0], lambda i, total: total + x[i], jnp.zeros(x.shape[1:], x.dtype)
+    )
 
 
 class Unchecked(nn.Module):
@@ -60,7 +70,12 @@ LABELS = torch.randint(3, (16,), generator=DRAW)
 
 def mesh(members: int, data: int, kind: str = "Explicit") -> Any:
     types = (getattr(AxisType, kind),) * 2
-    return jax.make_mesh((members, data), ("member", "data"), axis_types=types, devices=jax.devices()[: members * data])
+    return jax.make_mesh(
+        (members, data),
+        ("member", "data"),
+        axis_types=types,
+        devices=jax.devices()[: members * data],
+    )
 
 
 def values(tree: Any) -> list[Any]:
@@ -68,14 +83,28 @@ def values(tree: Any) -> list[Any]:
 
 
 def trained(where: Any, make: Any = Net, **how: Any) -> dict[str, Any]:
-    """Losses, parameters and buffers of 8 members after 3 steps and an epoch, and the shardings of all arrays of the state."""
+    """Losses, parameters and buffers of 8 members after 3 steps and an epoch, and the shardings of
+    all arrays of the state.
+    """
     ens = Ensemble(make, 8, seed=1, mesh=where)
-    trainer = Trainer(ens, F.cross_entropy, "sgd", lr=np.linspace(0.01, 0.1, 8), momentum=0.9, clip=2.0, seed=3, **how)
+    trainer = Trainer(
+        ens,
+        F.cross_entropy,
+        "sgd",
+        lr=np.linspace(0.01, 0.1, 8),
+        momentum=0.9,
+        clip=2.0,
+        seed=3,
+        **how,
+    )
     losses = [trainer.step(IMAGES, LABELS).tolist() for _ in range(3)]
     losses += trainer.fit((IMAGES, LABELS), batch_size=8, bootstrap=True).tolist()
     found = {
-        "losses": losses, "state": values((ens.params, ens.buffers)), "logits": ens.logits(IMAGES).tolist(),
-        "evaluated": trainer.losses(IMAGES, LABELS).tolist(), "member": values([p.detach().numpy() for p in ens[6].parameters()]),
+        "losses": losses,
+        "state": values((ens.params, ens.buffers)),
+        "logits": ens.logits(IMAGES).tolist(),
+        "evaluated": trainer.losses(IMAGES, LABELS).tolist(),
+        "member": values([p.detach().numpy() for p in ens[6].parameters()]),
         "checked": trainer._check_vma,
     }
     if where is not None:
@@ -83,7 +112,10 @@ def trained(where: Any, make: Any = Net, **how: Any) -> dict[str, Any]:
             spec = jax.P() if path[0].name == "order" else jax.P("member")
             same = x.sharding.is_equivalent_to(jax.NamedSharding(where, spec), x.ndim)
             rows = {s.data.shape[0] for s in x.addressable_shards}
-            assert same and (path[0].name == "order" or rows == {8 // where.shape["member"]}), (path, x.sharding)
+            assert same and (path[0].name == "order" or rows == {8 // where.shape["member"]}), (
+                path,
+                x.sharding,
+            )
         assert all(s.mesh == where for s in jax.tree.leaves(trainer.state_shardings))
     return found
 
@@ -94,17 +126,30 @@ def training() -> Any:
 
 def training_on_more() -> Any:
     alone = jax.make_mesh((4,), ("member",), devices=jax.devices()[:4])
-    kinds = {"one": None, "4": alone, "1x8": mesh(1, 8), "2x4 Auto": mesh(2, 4, "Auto"), "8x1 Auto": mesh(8, 1, "Auto")}
+    kinds = {
+        "one": None,
+        "4": alone,
+        "1x8": mesh(1, 8),
+        "2x4 Auto": mesh(2, 4, "Auto"),
+        "8x1 Auto": mesh(8, 1, "Auto"),
+    }
     return {name: trained(where) for name, where in kinds.items()}
 
 
 def in_parts() -> Any:
-    """Without BatchNorm, whose statistics are of a part of the batch, and the parts are others on several devices."""
+    """Without BatchNorm, whose statistics are of a part of the batch, and the parts are others on
+    several devices.
+    """
+
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
 
     how = {"accumulate": 2, "chunk": 1}
-    return {"one": trained(None, make), "4x2": trained(mesh(4, 2), make, **how), "2x4": trained(mesh(2, 4), make, **how)}
+    return {
+        "one": trained(None, make),
+        "4x2": trained(mesh(4, 2), make, **how),
+        "2x4": trained(mesh(2, 4), make, **how),
+    }
 
 
 def unchecked() -> Any:
@@ -148,8 +193,12 @@ def priced(*shapes: tuple[int, int]) -> Any:
             for shard in x.addressable_shards:
                 held[shard.device.id] += shard.data.nbytes
         found[f"{m}x{d}"] = {
-            "arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes, "flops": cost["flops"],
-            "aliased": memory.alias_size_in_bytes, "held": max(held.values()), "collectives": collectives(compiled.as_text()),
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "flops": cost["flops"],
+            "aliased": memory.alias_size_in_bytes,
+            "held": max(held.values()),
+            "collectives": collectives(compiled.as_text()),
         }
     return found
 
@@ -166,18 +215,32 @@ def life() -> Any:
         losses = [trainer.step(IMAGES, LABELS).tolist()]
         kept = halve(trainer, trainer.losses(IMAGES, LABELS))
         trainer.reseed(1, seed=5)
-        losses += [trainer.step(IMAGES, LABELS).tolist(), trainer.losses(IMAGES[:5], LABELS[:5]).tolist()]
-        losses += trainer.fit((IMAGES, LABELS), validation=(IMAGES[:7], LABELS[:7]), patience=1).tolist()
+        losses += [
+            trainer.step(IMAGES, LABELS).tolist(),
+            trainer.losses(IMAGES[:5], LABELS[:5]).tolist(),
+        ]
+        losses += trainer.fit(
+            (IMAGES, LABELS), validation=(IMAGES[:7], LABELS[:7]), patience=1
+        ).tolist()
         average = values(trainer.snapshot("average").params)
         ens.append(*list(ens)[:4])
         ens.reseed([1, 6], seed=9)
         ens.drop([0, 1, 2, 3])
         with tempfile.TemporaryDirectory() as folder:
             ens.save(Path(folder) / "ens.pt")
-            again = Ensemble.load(Path(folder) / "ens.pt", Net, mesh=None if where is None else mesh(2, 1))
+            again = Ensemble.load(
+                Path(folder) / "ens.pt", Net, mesh=None if where is None else mesh(2, 1)
+            )
         found[name] = {
-            "sources": sources, "exact": exact, "losses": losses, "kept": kept, "average": average, "n": len(ens),
-            "params": values(ens.params), "again": values(again.params) == values(ens.params), "logits": again.logits(IMAGES[:5]).tolist(),
+            "sources": sources,
+            "exact": exact,
+            "losses": losses,
+            "kept": kept,
+            "average": average,
+            "n": len(ens),
+            "params": values(ens.params),
+            "again": values(again.params) == values(ens.params),
+            "logits": again.logits(IMAGES[:5]).tolist(),
         }
     return found
 
@@ -195,14 +258,18 @@ def isolation() -> Any:
         for _ in range(3):
             trainer.step(IMAGES, LABELS)
         state = trainer.state.params, trainer.state.buffers
-        bits.append([np.delete(np.asarray(x), 3, 0).tobytes().hex() for x in jax.tree.leaves(state)])
+        bits.append(
+            [np.delete(np.asarray(x), 3, 0).tobytes().hex() for x in jax.tree.leaves(state)]
+        )
     nan = bool(np.isnan(np.asarray(trainer.ensemble.params["conv.weight"])[3]).all())
     return {"equal": bits[0] == bits[1], "nan": nan}
 
 
 def dropout() -> Any:
     """The parts of a batch on several devices draw other numbers."""
-    trainer = Trainer(Ensemble(lambda: Net(0.5), 8, mesh=mesh(4, 2)), F.cross_entropy, "sgd", lr=0.0)
+    trainer = Trainer(
+        Ensemble(lambda: Net(0.5), 8, mesh=mesh(4, 2)), F.cross_entropy, "sgd", lr=0.0
+    )
     same = torch.ones(16, 1, 6, 6)
     return {"losses": [trainer.step(same, LABELS).tolist() for _ in range(2)]}
 
@@ -224,8 +291,12 @@ def refused() -> Any:
     calls = {
         "members": lambda: Ensemble(Net, 6, mesh=mesh(4, 2)),
         "drop": lambda: Ensemble(Net, 8, mesh=mesh(4, 2)).drop(0),
-        "batch": lambda: Trainer(Ensemble(Net, 8, mesh=mesh(4, 2)), F.cross_entropy).step(IMAGES[:3], LABELS[:3]),
-        "batch_size": lambda: Trainer(Ensemble(Net, 8, mesh=mesh(4, 2)), F.cross_entropy).fit((IMAGES, LABELS), batch_size=3),
+        "batch": lambda: Trainer(Ensemble(Net, 8, mesh=mesh(4, 2)), F.cross_entropy).step(
+            IMAGES[:3], LABELS[:3]
+        ),
+        "batch_size": lambda: Trainer(Ensemble(Net, 8, mesh=mesh(4, 2)), F.cross_entropy).fit(
+            (IMAGES, LABELS), batch_size=3
+        ),
     }
     found = {}
     for name, call in calls.items():

@@ -1,7 +1,9 @@
-"""One function called in every way that there is: by each transform, un-jitted and jitted, on tensors passed and captured.
+"""One function called in every way that there is: by each transform, un-jitted and jitted, on
+tensors passed and captured.
 
 The truth is plain PyTorch: its values, its autograd, and a loop over the lanes.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,17 +18,29 @@ import torchfunc_jax
 
 def _loss(out: Any) -> torch.Tensor:
     """A number that weighs every floating element of the outputs differently."""
-    leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return sum((x * torch.cos(torch.arange(x.numel(), dtype=torch.float64)).reshape(x.shape).to(x.dtype)).sum() for x in leaves)
+    leaves = [
+        x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
+    return sum(
+        (
+            x * torch.cos(torch.arange(x.numel(), dtype=torch.float64)).reshape(x.shape).to(x.dtype)
+        ).sum()
+        for x in leaves
+    )
 
 
 def in_every_way(
-    fn: Callable[..., Any], *args: Any, lanes: bool | str = True, grads: bool = True, rtol: float | None = None, atol: float | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    lanes: bool | str = True,
+    grads: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Compare fn(*args) with plain PyTorch's in every way.
 
-    The floating tensors among the arguments are differentiated, and mapped over three lanes that differ; other arguments are static.
-    lanes: "jit": they are mapped under jit alone.
+    The floating tensors among the arguments are differentiated, and mapped over three lanes that
+    differ; other arguments are static. lanes: "jit": they are mapped under jit alone.
     """
     where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     xs = tuple(args[i].detach() for i in where)
@@ -44,9 +58,17 @@ def in_every_way(
     def truth(floats: Any) -> Any:
         leaves = [x.clone().requires_grad_() for x in floats]
         total, out = loss(*leaves)
-        found = torch.autograd.grad(total, leaves, allow_unused=True) if grads and total.requires_grad else [None] * len(leaves)
-        zeros = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
-        return zeros, pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
+        found = (
+            torch.autograd.grad(total, leaves, allow_unused=True)
+            if grads and total.requires_grad
+            else [None] * len(leaves)
+        )
+        zeros = tuple(
+            torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)
+        )
+        return zeros, pytree.tree_map(
+            lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out
+        )
 
     def agree(actual: Any, expected: Any) -> None:
         same(actual, expected, rtol=rtol, atol=atol)
@@ -64,11 +86,19 @@ def in_every_way(
         captured = torchfunc_jax.jit(lambda: loss(*leaves)[0])
         for run in (lambda: torchfunc_jax.jit(loss)(*leaves)[0], captured):
             found = torch.autograd.grad(run(), leaves, allow_unused=True)
-            agree(tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)), slopes)
+            agree(
+                tuple(
+                    torch.zeros_like(x) if g is None else g
+                    for g, x in zip(found, leaves, strict=True)
+                ),
+                slopes,
+            )
     if lanes:
         stacked = tuple(torch.stack([x, x * 0.5, x * -0.75]) for x in xs)
         each = [truth(rows) for rows in zip(*stacked, strict=True)]
-        expected = pytree.tree_map(lambda *rows: torch.stack(rows) if isinstance(rows[0], torch.Tensor) else rows[0], *each)
+        expected = pytree.tree_map(
+            lambda *rows: torch.stack(rows) if isinstance(rows[0], torch.Tensor) else rows[0], *each
+        )
         if lanes != "jit":
             agree(torchfunc_jax.vmap(of_floats)(*stacked), expected[1])
         else:

@@ -1,10 +1,13 @@
-"""Calls of ATen operators with which every lowering can be tried on its own: PyTorch's database's, and a table for those it misses.
+"""Calls of ATen operators with which every lowering can be tried on its own: PyTorch's database's,
+and a table for those it misses.
 
     python tests/lib/lowerings.py
 
-writes lowerings.json: for each overload with a lowering, the first sample of the database (operator, dtype, position) whose run in plain
-PyTorch, forward, backward or in inference mode, calls it and gets more than zeros.
+writes lowerings.json: for each overload with a lowering, the first sample of the database
+(operator, dtype, position) whose run in plain PyTorch, forward, backward or in inference mode,
+calls it and gets more than zeros.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +32,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Shows every call to a function before it happens, and what came out to the function that this one returned."""
+    """Shows every call to a function before it happens, and what came out to the function that this
+    one returned.
+    """
 
     def __init__(self, see: Callable[[Any, Any, Any], Callable[[Any], None]]) -> None:
         super().__init__()
@@ -43,15 +48,23 @@ class _Recorder(TorchDispatchMode):
 
 
 def telling(out: Any) -> bool:
-    """Whether a result has values that a wrong lowering would hardly give: not one number, all zero or all NaN."""
+    """Whether a result has values that a wrong lowering would hardly give: not one number, all zero
+    or all NaN.
+    """
     found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     # a zero tensor has no memory to read
-    found = [t for t in found if t.layout is torch.strided and t.numel() > 1 and not t._is_zerotensor()]
-    return any(bool(t.any()) and not (t.is_floating_point() and bool(t.isnan().all())) for t in found)
+    found = [
+        t for t in found if t.layout is torch.strided and t.numel() > 1 and not t._is_zerotensor()
+    ]
+    return any(
+        bool(t.any()) and not (t.is_floating_point() and bool(t.isnan().all())) for t in found
+    )
 
 
 def lowered(func: Any) -> Any:
-    """The overload whose lowering runs for func: its own, or, where func writes, that of its functional form."""
+    """The overload whose lowering runs for func: its own, or, where func writes, that of its
+    functional form.
+    """
     if func in LOWERINGS:
         return func
     if func._schema.is_mutable:
@@ -61,7 +74,12 @@ def lowered(func: Any) -> Any:
     return None
 
 
-def run(op: Any, dtype: torch.dtype, position: int, see: Callable[[Any, Any, Any], Callable[[Any], None]]) -> None:
+def run(
+    op: Any,
+    dtype: torch.dtype,
+    position: int,
+    see: Callable[[Any, Any, Any], Callable[[Any], None]],
+) -> None:
     """Run a sample in plain PyTorch in all the ways that reach different operators."""
     samples = opinfo.draw(op, dtype, 0, position + 1)
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -83,7 +101,9 @@ def _copy(tree: Any) -> Any:
 
 
 def call_of(func: Any, place: list[Any]) -> Call:
-    """The arguments with which a sample calls func (or the writing form of it): in its first telling call, or else in its first."""
+    """The arguments with which a sample calls func (or the writing form of it): in its first
+    telling call, or else in its first.
+    """
     name, dtype, position = place
     first: list[Call] = []
     best: list[Call] = []
@@ -101,7 +121,9 @@ def call_of(func: Any, place: list[Any]) -> Call:
 
 
 def places() -> dict[str, list[Any]]:
-    """Where in the whole database each overload is called first with a telling result, or, where it never is, called first."""
+    """Where in the whole database each overload is called first with a telling result, or, where it
+    never is, called first.
+    """
     first: dict[Any, list[Any]] = {}
     best: dict[Any, list[Any]] = {}
     for name, op in opinfo.operators().items():
@@ -112,29 +134,43 @@ def places() -> dict[str, list[Any]]:
                 count = len(opinfo.draw(op, getattr(torch, dtype), 0, 60))
             except Exception:
                 continue
-            positions = opinfo.chosen([None] * count, 4) if dtype == "float32" and count else [0] if count else []
+            positions = (
+                opinfo.chosen([None] * count, 4)
+                if dtype == "float32" and count
+                else [0]
+                if count
+                else []
+            )
             for position in positions:
                 place = [name, dtype, position]
 
-                def see(f: Any, args: Any, kwargs: Any, place: list[Any] = place) -> Callable[[Any], None]:
+                def see(
+                    f: Any, args: Any, kwargs: Any, place: list[Any] = place
+                ) -> Callable[[Any], None]:
                     func = lowered(f)
                     if func is None or func in best:
                         return lambda out: None
                     first.setdefault(func, place)
-                    return lambda out: best.setdefault(func, place) and None if telling(out) else None
+                    return lambda out: (
+                        best.setdefault(func, place) and None if telling(out) else None
+                    )
 
                 run(op, getattr(torch, dtype), position, see)
     return {str(func): place for func, place in (first | best).items()}
 
 
-# -- what the database misses -------------------------------------------------------------------------------------------------------
+# -- what the database misses ----------------------------------------------------------------------
 CASES: dict[Any, Callable[[], Call]] = {}
 
 
 def case(name: str, *args: Any, **kwargs: Any) -> None:
-    """Arguments for an overload; functions without arguments are called for theirs when the case runs."""
+    """Arguments for an overload; functions without arguments are called for theirs when the case
+    runs.
+    """
     with contextlib.suppress(ValueError):
-        CASES[overload(name)] = lambda: pytree.tree_map(lambda a: a() if callable(a) else a, (args, kwargs))
+        CASES[overload(name)] = lambda: pytree.tree_map(
+            lambda a: a() if callable(a) else a, (args, kwargs)
+        )
 
 
 def floats(*shape: int, seed: int = 0) -> Callable[[], torch.Tensor]:
@@ -184,7 +220,11 @@ def _foreach() -> None:
         for i, a in enumerate(func._schema.arguments):
             if str(a.type) == "List[Tensor]":
                 shared = str(func).startswith("aten._foreach_mm")
-                args.append([floats(3, 3, seed=i), floats(3, 3, seed=i + 1)] if shared else [_TWO, _OTHER, _TWO][i])
+                args.append(
+                    [floats(3, 3, seed=i), floats(3, 3, seed=i + 1)]
+                    if shared
+                    else [_TWO, _OTHER, _TWO][i]
+                )
             elif a.has_default_value():
                 break
             elif "List" in str(a.type):
@@ -199,7 +239,13 @@ def _foreach() -> None:
 
 _foreach()
 
-case("aten.scaled_dot_product_attention", floats(2, 2, 3, 4), floats(2, 2, 5, 4, seed=1), floats(2, 2, 5, 6, seed=2), is_causal=True)
+case(
+    "aten.scaled_dot_product_attention",
+    floats(2, 2, 3, 4),
+    floats(2, 2, 5, 4, seed=1),
+    floats(2, 2, 5, 6, seed=2),
+    is_causal=True,
+)
 case("aten.linalg_polar", floats(4, 3))  # since PyTorch 2.15
 case("aten.linalg_matrix_sqrth", lambda: torch.eye(3) + floats(3, 1)() @ floats(3, 1)().mT)
 
@@ -211,9 +257,18 @@ case("aten.hamming_window.periodic_alpha_beta", 7, True, 0.5, 0.4)
 case("aten.kaiser_window.beta", 7, True, 9.0)
 
 for _family in (
-    "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p", "chebyshev_polynomial_t",
-    "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w", "shifted_chebyshev_polynomial_t",
-    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v", "shifted_chebyshev_polynomial_w",
+    "hermite_polynomial_h",
+    "hermite_polynomial_he",
+    "laguerre_polynomial_l",
+    "legendre_polynomial_p",
+    "chebyshev_polynomial_t",
+    "chebyshev_polynomial_u",
+    "chebyshev_polynomial_v",
+    "chebyshev_polynomial_w",
+    "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u",
+    "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w",
 ):
     case(f"aten.special_{_family}.x_scalar", 0.3, ints(4))
     case(f"aten.special_{_family}.n_scalar", floats(4), 3)
@@ -239,30 +294,84 @@ case("aten.fmod.Scalar", floats(4), 0.3)
 case("aten.clip", floats(4), 0.2, 0.7)
 case("aten.clip.Tensor", floats(4), floats(4, seed=1))
 case("aten.clamp_max", floats(4), 0.5)
-case("aten._int_mm", lambda: torch.randint(-9, 9, (17, 8), dtype=torch.int8), lambda: torch.randint(-9, 9, (8, 8), dtype=torch.int8))
 case(
-    "aten._grouped_mm", lambda: torch.randn(16, 16).to(torch.bfloat16), lambda: torch.randn(2, 16, 32).to(torch.bfloat16),
+    "aten._int_mm",
+    lambda: torch.randint(-9, 9, (17, 8), dtype=torch.int8),
+    lambda: torch.randint(-9, 9, (8, 8), dtype=torch.int8),
+)
+case(
+    "aten._grouped_mm",
+    lambda: torch.randn(16, 16).to(torch.bfloat16),
+    lambda: torch.randn(2, 16, 32).to(torch.bfloat16),
     lambda: torch.tensor([8, 16], dtype=torch.int32),
-)  # fmt: skip
+)
 _SCALE, _ZERO = (lambda: torch.tensor([0.1])), (lambda: torch.tensor([3], dtype=torch.int32))
-_SCALES, _ZEROS = (lambda: torch.tensor([0.1, 0.2, 0.3])), (lambda: torch.tensor([3, 0, -2], dtype=torch.int32))
+_SCALES, _ZEROS = (
+    (lambda: torch.tensor([0.1, 0.2, 0.3])),
+    (lambda: torch.tensor([3, 0, -2], dtype=torch.int32)),
+)
 _ZERO_FLOATS, _ON = (lambda: torch.tensor([3.0, 0.0, -2.0])), (lambda: torch.tensor([1]))
 case("aten.fake_quantize_per_tensor_affine_cachemask", floats(3, 4), 0.1, 3, 0, 15)
-case("aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams", floats(3, 4), _SCALE, _ZERO, _ON, 0, 15)
+case(
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    floats(3, 4),
+    _SCALE,
+    _ZERO,
+    _ON,
+    0,
+    15,
+)
 case("aten.fake_quantize_per_channel_affine_cachemask", floats(3, 4), _SCALES, _ZEROS, 0, -8, 7)
-case("aten._fake_quantize_learnable_per_tensor_affine", floats(3, 4), _SCALE, lambda: torch.tensor([3.0]), 0, 15)
-case("aten._fake_quantize_learnable_per_channel_affine", floats(3, 4), _SCALES, _ZERO_FLOATS, 0, -8, 7)
 case(
-    "aten._fake_quantize_learnable_per_tensor_affine_backward", floats(3, 4), floats(3, 4, seed=1), _SCALE, lambda: torch.tensor([3.0]),
-    0, 15,
-)  # fmt: skip
+    "aten._fake_quantize_learnable_per_tensor_affine",
+    floats(3, 4),
+    _SCALE,
+    lambda: torch.tensor([3.0]),
+    0,
+    15,
+)
 case(
-    "aten._fake_quantize_learnable_per_channel_affine_backward", floats(3, 4), floats(3, 4, seed=1), _SCALES, _ZERO_FLOATS, 0, -8, 7,
-)  # fmt: skip
+    "aten._fake_quantize_learnable_per_channel_affine",
+    floats(3, 4),
+    _SCALES,
+    _ZERO_FLOATS,
+    0,
+    -8,
+    7,
+)
 case(
-    "aten._fused_moving_avg_obs_fq_helper_functional", floats(3, 4), _ON, _ON, lambda: torch.tensor(-1.0), lambda: torch.tensor(1.0),
-    _SCALE, _ZERO, 0.01, 0, 15, -1,
-)  # fmt: skip
+    "aten._fake_quantize_learnable_per_tensor_affine_backward",
+    floats(3, 4),
+    floats(3, 4, seed=1),
+    _SCALE,
+    lambda: torch.tensor([3.0]),
+    0,
+    15,
+)
+case(
+    "aten._fake_quantize_learnable_per_channel_affine_backward",
+    floats(3, 4),
+    floats(3, 4, seed=1),
+    _SCALES,
+    _ZERO_FLOATS,
+    0,
+    -8,
+    7,
+)
+case(
+    "aten._fused_moving_avg_obs_fq_helper_functional",
+    floats(3, 4),
+    _ON,
+    _ON,
+    lambda: torch.tensor(-1.0),
+    lambda: torch.tensor(1.0),
+    _SCALE,
+    _ZERO,
+    0.01,
+    0,
+    15,
+    -1,
+)
 case("aten.where.ScalarOther", bools(True, False), floats(2), 1.5)
 case("aten.where.ScalarSelf", bools(True, False), 1.5, floats(2))
 case("aten.where.Scalar", bools(True, False), 1.5, 2.5)
@@ -310,7 +419,13 @@ case("aten._reshape_copy", floats(4, 3), [2, 6])
 case("aten._reshape_alias", floats(4, 3), [2, 6], [6, 1])
 case("aten._reshape_alias_copy", floats(4, 3), [2, 6], [6, 1])
 case("aten._index_put_impl", floats(4, 3), [ints(2, high=4)], floats(3), True)
-case("aten.unique_dim_consecutive", lambda: torch.tensor([[1, 2], [1, 2], [3, 4], [1, 2]]), 0, True, True)
+case(
+    "aten.unique_dim_consecutive",
+    lambda: torch.tensor([[1, 2], [1, 2], [3, 4], [1, 2]]),
+    0,
+    True,
+    True,
+)
 for _kind in ("bmm", "mm"):
     _batch = (2,) if _kind == "bmm" else ()
     case(f"aten.{_kind}.dtype", halves(*_batch, 2, 3), halves(*_batch, 3, 4, seed=1), torch.float32)
@@ -318,30 +433,91 @@ for _kind in ("bmm", "mm"):
 case("aten._linalg_eigvals", floats(4, 4))
 case("aten.orgqr", floats(4, 3), floats(3, seed=1))
 case(
-    "aten._convolution", floats(2, 4, 7), floats(4, 3, 3, seed=1), floats(6, seed=2), [2], [1], [2], True, [1], 2, False, False, True, True
-)  # fmt: skip
+    "aten._convolution",
+    floats(2, 4, 7),
+    floats(4, 3, 3, seed=1),
+    floats(6, seed=2),
+    [2],
+    [1],
+    [2],
+    True,
+    [1],
+    2,
+    False,
+    False,
+    True,
+    True,
+)
 case("aten.conv_tbc", floats(7, 2, 3), floats(3, 3, 4, seed=1), floats(4, seed=2), 1)
 case("aten._fused_rms_norm", floats(2, 3, 4), [3, 4], floats(3, 4, seed=1), 1e-3)
 case(
-    "aten._native_batch_norm_legit_functional", floats(4, 3, 2), floats(3, seed=1), floats(3, seed=2), floats(3, seed=3), floats(3, seed=4),
-    True, 0.2, 1e-3,
-)  # fmt: skip
-case("aten._embedding_bag", floats(5, 3), longs(0, 2, 1, 4, 2, 0), longs(0, 3, 3), False, 1, padding_idx=2)
+    "aten._native_batch_norm_legit_functional",
+    floats(4, 3, 2),
+    floats(3, seed=1),
+    floats(3, seed=2),
+    floats(3, seed=3),
+    floats(3, seed=4),
+    True,
+    0.2,
+    1e-3,
+)
+case(
+    "aten._embedding_bag",
+    floats(5, 3),
+    longs(0, 2, 1, 4, 2, 0),
+    longs(0, 3, 3),
+    False,
+    1,
+    padding_idx=2,
+)
 case("aten._embedding_bag_forward_only", floats(5, 3), longs(0, 2, 1, 4), longs(0, 3, 3), False, 2)
 case(  # every index as often as the others: the kernel mixes up whose frequency it divides by
-    "aten._embedding_bag_dense_backward", floats(3, 3), longs(0, 2, 1, 1, 2, 0), longs(0, 0, 0, 2, 2, 2), longs(3, 0, 3), longs(),
-    5, True, 1, None,
-)  # fmt: skip
+    "aten._embedding_bag_dense_backward",
+    floats(3, 3),
+    longs(0, 2, 1, 1, 2, 0),
+    longs(0, 0, 0, 2, 2, 2),
+    longs(3, 0, 3),
+    longs(),
+    5,
+    True,
+    1,
+    None,
+)
 # whole numbers, so that some margins are just met
-case("aten.multi_margin_loss_backward", floats(3), wholes(3, 4), longs(2, 0, 3), 1, 1, floats(4, seed=1), 0)
+case(
+    "aten.multi_margin_loss_backward",
+    floats(3),
+    wholes(3, 4),
+    longs(2, 0, 3),
+    1,
+    1,
+    floats(4, seed=1),
+    0,
+)
 case("aten.soft_margin_loss_backward", floats(2, 4), wide(2, 4, seed=1), wholes(2, 4), 0)
 case(
-    "aten.multilabel_margin_loss_backward", floats(2), wholes(2, 4), lambda: torch.tensor([[3, 0, -1, 1], [2, 2, 1, 0]]), 0,
+    "aten.multilabel_margin_loss_backward",
+    floats(2),
+    wholes(2, 4),
+    lambda: torch.tensor([[3, 0, -1, 1], [2, 2, 1, 0]]),
+    0,
     lambda: torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 0]]),
-)  # fmt: skip
-case("aten._weight_norm_interface_backward", floats(3, 4), floats(3, 4, seed=1), floats(3, 1, seed=2), floats(3, 1, seed=3), 0)
+)
+case(
+    "aten._weight_norm_interface_backward",
+    floats(3, 4),
+    floats(3, 4, seed=1),
+    floats(3, 1, seed=2),
+    floats(3, 1, seed=3),
+    0,
+)
 for _kind in ("reflection", "replication"):
-    case(f"aten.{_kind}_pad3d_backward", floats(2, 5, 6, 5), floats(2, 3, 4, 3, seed=1), [1, 1, 0, 2, 1, 1])
+    case(
+        f"aten.{_kind}_pad3d_backward",
+        floats(2, 5, 6, 5),
+        floats(2, 3, 4, 3, seed=1),
+        [1, 1, 0, 2, 1, 1],
+    )
 for _kind in ("bicubic", "lanczos"):
     case(f"aten._upsample_{_kind}2d_aa", floats(1, 2, 5, 6), [3, 9], False)
     case(f"aten._upsample_{_kind}2d_aa_backward", floats(1, 2, 3, 9), [3, 9], [1, 2, 5, 6], False)
@@ -351,18 +527,30 @@ def _recurrent(kind: str, gates: int) -> None:
     """Two layers in both directions, over a padded and over a packed input."""
     states = floats(4, 3, 5, seed=1)
     hx = [states, floats(4, 3, 5, seed=2)] if kind == "lstm" else states
-    shapes = [s for layer in (4, 10) for _ in range(2) for s in ((gates * 5, layer), (gates * 5, 5), (gates * 5,), (gates * 5,))]
+    shapes = [
+        s
+        for layer in (4, 10)
+        for _ in range(2)
+        for s in ((gates * 5, layer), (gates * 5, 5), (gates * 5,), (gates * 5,))
+    ]
     params = [(lambda s=s, i=i: floats(*s, seed=i)() - 0.5) for i, s in enumerate(shapes)]
     case(f"aten.{kind}.input", floats(3, 6, 4), hx, params, True, 2, 0.0, False, True, True)
-    case(f"aten.{kind}.data", floats(9, 4), longs(3, 3, 2, 1), hx, params, True, 2, 0.0, False, True)
+    case(
+        f"aten.{kind}.data", floats(9, 4), longs(3, 3, 2, 1), hx, params, True, 2, 0.0, False, True
+    )
 
 
 for _kind, _gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)):
     _recurrent(_kind, _gates)
 _LSTM = (
-    floats(6, 3, 4), floats(20, 4, seed=1), floats(20, 5, seed=2), floats(20, seed=3), floats(20, seed=4), floats(1, 3, 5, seed=5),
+    floats(6, 3, 4),
+    floats(20, 4, seed=1),
+    floats(20, 5, seed=2),
+    floats(20, seed=3),
+    floats(20, seed=4),
+    floats(1, 3, 5, seed=5),
     floats(1, 3, 5, seed=6),
-)  # fmt: skip
+)
 
 
 def _of_its_forward(k: int) -> Callable[[], torch.Tensor]:
@@ -373,14 +561,36 @@ def _of_its_forward(k: int) -> Callable[[], torch.Tensor]:
 
 case("aten.mkldnn_rnn_layer", *_LSTM, True, [], 2, 5, 1, True, False, False, False)
 case(
-    "aten.mkldnn_rnn_layer_backward", *_LSTM, *map(_of_its_forward, range(3)), floats(6, 3, 5, seed=7), floats(1, 3, 5, seed=8),
-    floats(1, 3, 5, seed=9), True, 2, 5, 1, True, True, False, [], False, _of_its_forward(3),
-)  # fmt: skip
+    "aten.mkldnn_rnn_layer_backward",
+    *_LSTM,
+    *map(_of_its_forward, range(3)),
+    floats(6, 3, 5, seed=7),
+    floats(1, 3, 5, seed=8),
+    floats(1, 3, 5, seed=9),
+    True,
+    2,
+    5,
+    1,
+    True,
+    True,
+    False,
+    [],
+    False,
+    _of_its_forward(3),
+)
 
 
 def _prims() -> None:
     """Element-wise prims, by their schemas: one, two or three tensors."""
-    whole = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "gcd", "shift_left", "shift_right_arithmetic"}
+    whole = {
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "bitwise_not",
+        "gcd",
+        "shift_left",
+        "shift_right_arithmetic",
+    }
     of_complex = {"conj", "conj_physical", "real", "imag"}
     for func in LOWERINGS:
         name = str(func).removesuffix(".default")
@@ -419,7 +629,7 @@ case("prims.squeeze", floats(1, 3, 1), [0, 2])
 case("prims.transpose", floats(2, 3, 4), [2, 0, 1])
 case("prims.where", bools(True, False, True), floats(3), floats(3, seed=1))
 
-# -- instead of samples whose results are all zero, NaN or empty ---------------------------------------------------------------------
+# -- instead of samples whose results are all zero, NaN or empty -----------------------------------
 for _name in ("isinf", "isposinf", "isneginf"):
     case(f"aten.{_name}", lambda: torch.tensor([1.0, math.inf, -math.inf, math.nan]))
 for _name in ("_foreach_floor", "_foreach_trunc"):
@@ -437,10 +647,14 @@ case("aten.any.dim", lambda: torch.tensor([[True, False], [False, False]]), 1)
 case("aten._unique2", ints(7), True, True, True)
 case("aten.im2col", floats(2, 3, 6, 5), [2, 3], [1, 2], [1, 0], [2, 1])
 case("aten.col2im", floats(2, 18, 20), [6, 5], [2, 3], [1, 1], [1, 1], [2, 1])
-case("aten._histogramdd_from_bin_tensors", floats(20, 2), [lambda: torch.linspace(0, 1, 4), lambda: torch.tensor([0.1, 0.5, 0.8])])
+case(
+    "aten._histogramdd_from_bin_tensors",
+    floats(20, 2),
+    [lambda: torch.linspace(0, 1, 4), lambda: torch.tensor([0.1, 0.5, 0.8])],
+)
 case("aten.multi_margin_loss", floats(3, 4), longs(2, 0, 3), 2, 1, floats(4, seed=1), 0)
 
-# -- what cannot be compared value by value -----------------------------------------------------------------------------------------
+# -- what cannot be compared value by value --------------------------------------------------------
 #: Overloads whose values are drawn: as many as it takes to tell one distribution from another.
 CHANCE: set[Any] = set()
 _MANY = 4000
@@ -461,9 +675,14 @@ def _drawn() -> None:
     given = {"generator": lambda: torch.Generator().manual_seed(3)}
     many, whole = zeros(_MANY), zeros(_MANY, dtype=torch.int64)
     for name, args in {
-        "rand": [[_MANY]], "randn": [[_MANY]], "rand_like": [many], "randn_like": [many], "randint": [50, [_MANY]], "randperm": [_MANY],
+        "rand": [[_MANY]],
+        "randn": [[_MANY]],
+        "rand_like": [many],
+        "randn_like": [many],
+        "randint": [50, [_MANY]],
+        "randperm": [_MANY],
         "randint_like": [whole, 50],
-    }.items():  # fmt: skip
+    }.items():
         chance(f"aten.{name}", *args)
         chance(f"aten.{name}.generator", *args, **given)
     chance("aten.randint.low", -20, 30, [_MANY])
@@ -499,7 +718,12 @@ def _drawn() -> None:
 
 _drawn()
 case("aten._standard_gamma_grad", lambda: floats(9)() * 3, floats(9, seed=1))
-case("aten._dirichlet_grad", floats(9), lambda: floats(9, seed=1)() * 3, lambda: floats(9, seed=1)() * 3 + floats(9, seed=2)() * 3)
+case(
+    "aten._dirichlet_grad",
+    floats(9),
+    lambda: floats(9, seed=1)() * 3,
+    lambda: floats(9, seed=1)() * 3 + floats(9, seed=2)() * 3,
+)
 case("aten.polygamma_", floats(9), 2)
 case("aten.addr", floats(2, 3), floats(2, seed=1), floats(3, seed=2), beta=2, alpha=3)
 case("aten.empty_permuted", [2, 3], [1, 0])
@@ -507,16 +731,26 @@ case("aten.empty_strided", [2, 3], [1, 2])
 
 #: Plain PyTorch that computes what an overload without a kernel for the CPU does.
 TRUTH: dict[Any, Callable[..., Any]] = {
-    overload(f"aten.{name}.dtype"): lambda a, b, dtype, name=name: getattr(torch, name)(a.to(dtype), b.to(dtype)) for name in ("mm", "bmm")
+    overload(f"aten.{name}.dtype"): lambda a, b, dtype, name=name: getattr(torch, name)(
+        a.to(dtype), b.to(dtype)
+    )
+    for name in ("mm", "bmm")
 }
 
 
 def main() -> int:
     torch.set_num_threads(1)
     found = places()
-    PLACES.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items())) + "\n}\n")
+    PLACES.write_text(
+        "{\n"
+        + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items()))
+        + "\n}\n"
+    )
     missing = sorted(str(f) for f in LOWERINGS if str(f) not in found and f not in CASES)
-    print(f"{len(found)} overloads in the database, {len(CASES)} in the table, {len(missing)} in neither: {' '.join(missing)}")
+    print(
+        f"{len(found)} overloads in the database, {len(CASES)} in the table, {len(missing)} in "
+        f"neither: {' '.join(missing)}"
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
 """Small modules and an input for them, which several tests use, and when two arrays are close."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -11,11 +12,18 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
 def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(np.asarray(a), b.detach().numpy() if isinstance(b, torch.Tensor) else np.asarray(b), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        np.asarray(a),
+        b.detach().numpy() if isinstance(b, torch.Tensor) else np.asarray(b),
+        rtol=2e-5,
+        atol=2e-5,
+    )
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2)
+    )
 
 
 def tied() -> nn.Module:

@@ -1,7 +1,10 @@
-"""Files as a release writes them, kept in tests/lib/old_files/<version> for the versions after it to read (test_files_of_releases.py).
+"""Files as a release writes them, kept in tests/lib/old_files/<version> for the versions after it
+to read (test_files_of_releases.py).
 
-    python tests/lib/old_files.py      writes those of this version; they are committed with the release, and never written again
+    python tests/lib/old_files.py      writes those of this version; they are committed with the
+                                       release, and never written again
 """
+
 from __future__ import annotations
 
 import shutil
@@ -40,10 +43,17 @@ def member() -> nn.Module:
 def tree() -> dict[str, Any]:
     """A tree with leaves of every kind that a checkpoint takes."""
     return {
-        "torch": torch.arange(6.0).reshape(2, 3), "half": torch.arange(4, dtype=torch.bfloat16), "bool": torch.tensor([True, False]),
-        "jax": jnp.arange(4.0), "numpy": [np.arange(3, dtype=np.int16), np.float64(0.1)], "step": 10**30, "rate": 0.1, "complex": 1 + 2j,
-        "names": ("adam", None), "flag": True,
-    }  # fmt: skip
+        "torch": torch.arange(6.0).reshape(2, 3),
+        "half": torch.arange(4, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "jax": jnp.arange(4.0),
+        "numpy": [np.arange(3, dtype=np.int16), np.float64(0.1)],
+        "step": 10**30,
+        "rate": 0.1,
+        "complex": 1 + 2j,
+        "names": ("adam", None),
+        "flag": True,
+    }
 
 
 def trainer() -> Trainer:
@@ -59,7 +69,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 def write(folder: Path) -> None:
     """Write the files of this version into an empty folder."""
-    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # JAX writes no paths of this machine into the program
+    # JAX writes no paths of this machine into the program
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     checkpoints.save(folder / "tree.safetensors", tree())
     checkpoints.save(folder / "tree.orbax", tree(), format="orbax")
     torchfunc_jax.export(member(), torch.ones(4, 3), batch="b").save(folder / "exported")

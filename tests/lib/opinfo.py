@@ -1,9 +1,12 @@
-"""PyTorch's own database of operators and samples, run through every transform and compared with plain PyTorch.
+"""PyTorch's own database of operators and samples, run through every transform and compared with
+plain PyTorch.
 
-A *cell* is an operator, a dtype and a mode.  Truth is plain PyTorch on the CPU: a call for jit, autograd for vjp, dual numbers for
-jvp (autograd of autograd where an operator has no forward formula), one call after the other for vmap and vmapvjp.  This module
-answers one cell at a time; verdicts.py says when an answer is the truth; docs/coverage.py runs all cells.
+A *cell* is an operator, a dtype and a mode. Truth is plain PyTorch on the CPU: a call for jit,
+autograd for vjp, dual numbers for jvp (autograd of autograd where an operator has no forward
+formula), one call after the other for vmap and vmapvjp. This module answers one cell at a time;
+verdicts.py says when an answer is the truth; docs/coverage.py runs all cells.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -28,36 +31,90 @@ from bridge.errors import DataDependentError
 
 MODES = ("jit", "vjp", "jvp", "vmap", "vmapvjp")
 DTYPES = (
-    "float32", "float64", "bfloat16", "float16", "complex64", "complex128", "int8", "int16", "int32", "int64", "uint8", "bool",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "complex64",
+    "complex128",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
 )
 
-#: Operators whose values are random or unset: shapes and dtypes are compared; their distributions have tests of their own.
-RANDOM = frozenset({
-    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "uniform", "rand_like", "randn_like",
-    "randint_like", "randn", "randint", "rand", "randperm", "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
-    "new_empty_strided", "nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d",
-    "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout", "nn.functional.rrelu",
-    "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "svd_lowrank", "pca_lowrank",
-    "nn.functional.scaled_dot_product_attention", "torch.ops.aten._efficient_attention_forward",
-    "torch.ops.aten._flash_attention_forward", "nn.functional.multi_head_attention_forward",
-})
-#: Of those, the ones that are random only with arguments that ask for it: whether a sample does not.
+#: Operators whose values are random or unset: shapes and dtypes are compared; their distributions
+#: have tests of their own.
+RANDOM = frozenset(
+    {
+        "bernoulli",
+        "cauchy",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "multinomial",
+        "normal",
+        "uniform",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "randn",
+        "randint",
+        "rand",
+        "randperm",
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "nn.functional.dropout",
+        "nn.functional.dropout2d",
+        "nn.functional.dropout3d",
+        "nn.functional.alpha_dropout",
+        "nn.functional.feature_alpha_dropout",
+        "nn.functional.rrelu",
+        "nn.functional.fractional_max_pool2d",
+        "nn.functional.fractional_max_pool3d",
+        "svd_lowrank",
+        "pca_lowrank",
+        "nn.functional.scaled_dot_product_attention",
+        "torch.ops.aten._efficient_attention_forward",
+        "torch.ops.aten._flash_attention_forward",
+        "nn.functional.multi_head_attention_forward",
+    }
+)
+#: Of those, the ones that are random only with arguments that ask for it: whether a sample does
+#: not.
 _DETERMINED = {
     "nn.functional.scaled_dot_product_attention": lambda sample: not sample.kwargs.get("dropout_p"),
     # the eleventh parameter is dropout_p
-    "nn.functional.multi_head_attention_forward": lambda sample: not (sample.args[9] > 0 and sample.kwargs["training"]),
+    "nn.functional.multi_head_attention_forward": lambda sample: (
+        not (sample.args[9] > 0 and sample.kwargs["training"])
+    ),
 }
 
-#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, finite differences too): it forgets the tangent of
-#: nll_loss's and cross_entropy's weight, all of them in the chunked loss and in scatter_reduce's products; cholesky_inverse's formula holds
-#: near the identity alone, where the database's samples are.
-_WRONG_FORWARD = frozenset({
-    "nn.functional.nll_loss", "nn.functional.cross_entropy", "nn.functional.linear_cross_entropy", "scatter_reduce", "cholesky_inverse",
-})
+#: Operators for which torch.func.jvp itself is wrong (the vjp of the vjp says so, finite
+#: differences too): it forgets the tangent of nll_loss's and cross_entropy's weight, all of them in
+#: the chunked loss and in scatter_reduce's products; cholesky_inverse's formula holds near the
+#: identity alone, where the database's samples are.
+_WRONG_FORWARD = frozenset(
+    {
+        "nn.functional.nll_loss",
+        "nn.functional.cross_entropy",
+        "nn.functional.linear_cross_entropy",
+        "scatter_reduce",
+        "cholesky_inverse",
+    }
+)
 
 
 def _logcumsumexp_forward(p: Problem) -> Tensors:
-    """The weighted means of the tangents: torch.func.jvp and the vjp of the vjp are both off, or NaN, far from the maximum."""
+    """The weighted means of the tangents: torch.func.jvp and the vjp of the vjp are both off, or
+    NaN, far from the maximum.
+    """
     (x,), (tangent,), (out,) = p.primals(p.values), p.tangents(), p.smooth(*p.primals(p.values))
     if not x.ndim:
         return out, tangent
@@ -70,13 +127,15 @@ def _logcumsumexp_forward(p: Problem) -> Tensors:
 _STATED_FORWARD = {"logcumsumexp": _logcumsumexp_forward}
 
 
-
 def _renorm_in_words(x: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
-    norms = torch.linalg.vector_norm(x, p, [d for d in range(x.ndim) if d != dim % x.ndim], keepdim=True)
+    norms = torch.linalg.vector_norm(
+        x, p, [d for d in range(x.ndim) if d != dim % x.ndim], keepdim=True
+    )
     return torch.where(norms > maxnorm, x * (maxnorm / (norms + 1e-7)), x)
 
 
-#: Operators differentiated as another composition, because PyTorch's own derivative is NaN: renorm's of complex numbers by the maximum.
+#: Operators differentiated as another composition, because PyTorch's own derivative is NaN:
+#: renorm's of complex numbers by the maximum.
 _IN_WORDS = {"renorm": _renorm_in_words}
 
 RIGHT = "right"
@@ -95,7 +154,9 @@ def operators() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for op in op_db:
         if op.supported_dtypes("cpu") and "sparse" not in op.name:
-            found.setdefault(op.name + ("." + op.variant_test_name if op.variant_test_name else ""), op)
+            found.setdefault(
+                op.name + ("." + op.variant_test_name if op.variant_test_name else ""), op
+            )
     return found
 
 
@@ -141,7 +202,8 @@ class Problem:
         self.name, self.op, self.sample, self.run = op.name, op, sample, op.op
         self.leaves, self.spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         self.where = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
-        self.values: Tensors = tuple(self.leaves[i].detach().clone() for i in self.where)  # views are asked for their own elements
+        # views are asked for their own elements
+        self.values: Tensors = tuple(self.leaves[i].detach().clone() for i in self.where)
         if not self.values or any(t.layout != torch.strided for t in self.values):
             raise NoTruth
         second = [t.detach().clone() for t in _tensors(other)]
@@ -165,7 +227,9 @@ class Problem:
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         out = self.run(first, *args, **kwargs)
         post = self.sample.output_process_fn_grad
-        found = tuple(x for x in pytree.tree_leaves(post(out) if post else out) if isinstance(x, torch.Tensor))
+        found = tuple(
+            x for x in pytree.tree_leaves(post(out) if post else out) if isinstance(x, torch.Tensor)
+        )
         if not found:
             raise NoTruth
         return found
@@ -190,17 +254,25 @@ class Problem:
         return _normal(list(self.primals(self.values)), 7)
 
     def wide(self) -> Problem:
-        """The same problem computed in float64, with the values, cotangents and tangents that the narrow dtype holds."""
+        """The same problem computed in float64, with the values, cotangents and tangents that the
+        narrow dtype holds.
+        """
         found = copy.copy(self)
         found.narrow = self
-        found.leaves = [verdicts.WIDE.get(x, x) if isinstance(x, torch.dtype) else x for x in self.leaves]
+        found.leaves = [
+            verdicts.WIDE.get(x, x) if isinstance(x, torch.dtype) else x for x in self.leaves
+        ]
         found.values, found.second = verdicts.wide(self.values), verdicts.wide(self.second)
         return found
 
     def untied(self) -> Problem:
-        """The same problem where no two of the first argument's elements are equal, so that only one order of them is right."""
+        """The same problem where no two of the first argument's elements are equal, so that only
+        one order of them is right.
+        """
         found = copy.copy(self)
-        found.values, found.second = ((verdicts.untied(ts[0]), *ts[1:]) for ts in (self.values, self.second))
+        found.values, found.second = (
+            (verdicts.untied(ts[0]), *ts[1:]) for ts in (self.values, self.second)
+        )
         return found
 
 
@@ -209,7 +281,7 @@ def _normal(like: list[torch.Tensor], seed: int) -> Tensors:
     return tuple(torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype) for t in like)
 
 
-# -- truth ------------------------------------------------------------------------------------------------------------------------
+# -- truth -----------------------------------------------------------------------------------------
 def _backward(p: Problem, primals: Tensors, cotangents: Tensors) -> Tensors:
     p = copy.copy(p)
     p.run = _IN_WORDS.get(p.name, p.run)
@@ -228,7 +300,8 @@ def _forward(p: Problem) -> Tensors:
     if p.name not in _WRONG_FORWARD:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             outs, moved = map(pytree.tree_leaves, torch.func.jvp(p.smooth, primals, tangents))
-            return (*outs, *(t.to(o.dtype) for o, t in zip(outs, moved)))  # of some half results PyTorch has float32 ones
+            # of some half results PyTorch has float32 ones
+            return (*outs, *(t.to(o.dtype) for o, t in zip(outs, moved)))
     xs = [t.detach().clone().requires_grad_() for t in primals]
     outs = p.smooth(*xs)
     if not all(o.requires_grad for o in outs):
@@ -238,8 +311,12 @@ def _forward(p: Problem) -> Tensors:
     linear = [(g, t) for g, t in zip(pulled, tangents) if g is not None and g.requires_grad]
     if not linear:
         raise NoTruth
-    found = torch.autograd.grad([g for g, _ in linear], us, [t for _, t in linear], allow_unused=True)
-    return tuple(o.detach() for o in outs) + tuple(torch.zeros_like(u) if g is None else g for g, u in zip(found, us))
+    found = torch.autograd.grad(
+        [g for g, _ in linear], us, [t for _, t in linear], allow_unused=True
+    )
+    return tuple(o.detach() for o in outs) + tuple(
+        torch.zeros_like(u) if g is None else g for g, u in zip(found, us)
+    )
 
 
 def _clones(values: Tensors) -> Tensors:
@@ -251,7 +328,9 @@ def _lanes(first: Tensors, second: Tensors) -> Tensors:
 
 
 def _two(p: Problem, run: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensors]:
-    """What run gives for two lanes, and the second lane's values: the first's again where the two differ in shape."""
+    """What run gives for two lanes, and the second lane's values: the first's again where the two
+    differ in shape.
+    """
     first = run(p.values)
     try:
         second = run(p.second)
@@ -264,7 +343,9 @@ def _two(p: Problem, run: Callable[[Tensors], Tensors]) -> tuple[Tensors, Tensor
 
 @dataclasses.dataclass
 class Question:
-    """A cell's truth, the same computation written with a transforms' namespace, and what the verdict on an answer takes."""
+    """A cell's truth, the same computation written with a transforms' namespace, and what the
+    verdict on an answer takes.
+    """
 
     truth: Tensors
     ask: Callable[[Any], Any]
@@ -282,11 +363,16 @@ def question(p: Problem, mode: str) -> Question:
     if mode == "jit":
         terms.exact = lambda: p.wide()(*_clones(p.wide().values))
         terms.ranked = verdicts.ranked(p.name, p.sample, p.values[0])
-        return Question(p.out, lambda F: F.jit(p)(*_clones(p.values)), terms)  # batch norm's samples share what it writes to
+        # batch norm's samples share what it writes to
+        return Question(p.out, lambda F: F.jit(p)(*_clones(p.values)), terms)
     if mode == "vmap":
         truth, second = _two(p, lambda values: p(*_clones(values)))
-        terms.exact = lambda: _lanes(*[p.wide()(*_clones(verdicts.wide(values))) for values in (p.values, second)])
-        terms.ranked = verdicts.ranked(p.name, p.sample, torch.stack([p.values[0], second[0]]), lanes=True)
+        terms.exact = lambda: _lanes(
+            *[p.wide()(*_clones(verdicts.wide(values))) for values in (p.values, second)]
+        )
+        terms.ranked = verdicts.ranked(
+            p.name, p.sample, torch.stack([p.values[0], second[0]]), lanes=True
+        )
         return Question(truth, lambda F: F.vmap(p, **options)(*_lanes(p.values, second)), terms)
     if not (p.active and p.outs and p.op.supports_autograd):
         raise NoTruth
@@ -299,12 +385,21 @@ def question(p: Problem, mode: str) -> Question:
             return Question(truth, lambda F: F.vjp(p.smooth, *p.primals(p.values))[1](cts), terms)
         if mode == "jvp":
             terms.exact = lambda: _forward(p.wide())
-            return Question(_forward(p), lambda F: F.jvp(p.smooth, p.primals(p.values), p.tangents()), terms)
+            return Question(
+                _forward(p), lambda F: F.jvp(p.smooth, p.primals(p.values), p.tangents()), terms
+            )
         seeds = iter((7, 8, 8, 8))
-        truth, second = _two(p, lambda values: _backward(p, p.primals(values), p.cotangents(next(seeds))))
+        truth, second = _two(
+            p, lambda values: _backward(p, p.primals(values), p.cotangents(next(seeds)))
+        )
         cts = _lanes(p.cotangents(7), p.cotangents(8))
         both = ((p.values, 7), (second, 8))
-        terms.exact = lambda: _lanes(*[_backward(p.wide(), p.primals(verdicts.wide(values)), p.cotangents(k)) for values, k in both])
+        terms.exact = lambda: _lanes(
+            *[
+                _backward(p.wide(), p.primals(verdicts.wide(values)), p.cotangents(k))
+                for values, k in both
+            ]
+        )
     except (NoTruth, TookTooLong):
         raise
     except Exception as error:
@@ -314,19 +409,28 @@ def question(p: Problem, mode: str) -> Question:
     def pulled(F: Any) -> Callable[..., Any]:
         return lambda *xs: F.vjp(p.smooth, *xs[:n])[1](tuple(xs[n:]))
 
-    return Question(truth, lambda F: F.vmap(pulled(F), **options)(*_lanes(p.primals(p.values), p.primals(second)), *cts), terms)
+    return Question(
+        truth,
+        lambda F: F.vmap(pulled(F), **options)(
+            *_lanes(p.primals(p.values), p.primals(second)), *cts
+        ),
+        terms,
+    )
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 def answer(F: Any, p: Problem, q: Question) -> str:
-    """"right", or why not."""
+    """ "right", or why not."""
     try:
         found = verdicts.difference(q.ask(F), q.truth, q.terms)
     except TookTooLong:
         return "wrong: took too long"
     except Exception as error:
         if isinstance(error, DataDependentError):
-            return "impossible: the output's shape, or the program, depends on values, and XLA compiles for known shapes"
+            return (
+                "impossible: the output's shape, or the program, depends on values, and XLA "
+                "compiles for known shapes"
+            )
         if "no counterpart" in str(error):
             return "impossible: " + str(error).partition("dtype: ")[2].partition(";")[0]
         return f"wrong: {type(error).__name__}: " + " ".join(str(error).split())[:160]
@@ -353,7 +457,9 @@ class _Alarm:
 
 @dataclasses.dataclass
 class Cell:
-    """An operator in a mode and dtype: one answer for each namespace, its first that is not right."""
+    """An operator in a mode and dtype: one answer for each namespace,
+    its first that is not right.
+    """
 
     operator: str
     dtype: str
@@ -365,14 +471,20 @@ class Cell:
 
 
 def cells(
-    key: str, op: Any, namespaces: dict[str, Any], dtype: str = "float32", modes: tuple[str, ...] = MODES, samples: int = 1,
+    key: str,
+    op: Any,
+    namespaces: dict[str, Any],
+    dtype: str = "float32",
+    modes: tuple[str, ...] = MODES,
+    samples: int = 1,
     limit: float = 60,
 ) -> Iterator[Cell]:
     """One operator's cells, those for which PyTorch has an answer.
 
     Args:
         key, op: the operator.
-        namespaces: name -> module with the transforms; one without ``jit`` is not asked in that mode.
+        namespaces: name -> module with the transforms; one without ``jit`` is not asked in that
+            mode.
         dtype, modes, samples: which cells, and how many samples for each.
         limit: seconds an answer may take.
     """
@@ -394,7 +506,9 @@ def cells(
     for mode in modes:
         start = time.perf_counter()
         asked = {n: F for n, F in namespaces.items() if mode != "jit" or hasattr(F, "jit")}
-        cell = Cell(key, dtype, mode, dict.fromkeys(asked, RIGHT), dict.fromkeys(asked, 0), 0, math.nan)
+        cell = Cell(
+            key, dtype, mode, dict.fromkeys(asked, RIGHT), dict.fromkeys(asked, 0), 0, math.nan
+        )
         for p in problems:
             try:
                 with _Alarm(limit):

@@ -1,8 +1,10 @@
 """Random small programs of tensors, and random nestings of transforms around them.
 
-A program is a list of steps drawn from a seed: element-wise operators, matrix products, indexing, views, in-place operators, over a
-handful of variables that all have the shape [3, 3].  It is the same Python for torch.func and for torchfunc_jax.
+A program is a list of steps drawn from a seed: element-wise operators, matrix products, indexing,
+views, in-place operators, over a handful of variables that all have the shape [3, 3]. It is the
+same Python for torch.func and for torchfunc_jax.
 """
+
 from __future__ import annotations
 
 import random
@@ -23,9 +25,20 @@ def _elementwise(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a + b, lambda: a * b, lambda: a - 2 * b, lambda: torch.sin(a), lambda: torch.tanh(a), lambda: a.sigmoid(),
-                lambda: torch.where(a > b, a, b * 0.5), lambda: a / (1 + b * b), lambda: torch.exp(-a * a), lambda: (a * a + 1).log(),
-                lambda: a.clamp(-0.5, 0.5), lambda: torch.nn.functional.softplus(a), lambda: torch.relu(a), lambda: a.abs().add(0.1).sqrt(),
+                lambda: a + b,
+                lambda: a * b,
+                lambda: a - 2 * b,
+                lambda: torch.sin(a),
+                lambda: torch.tanh(a),
+                lambda: a.sigmoid(),
+                lambda: torch.where(a > b, a, b * 0.5),
+                lambda: a / (1 + b * b),
+                lambda: torch.exp(-a * a),
+                lambda: (a * a + 1).log(),
+                lambda: a.clamp(-0.5, 0.5),
+                lambda: torch.nn.functional.softplus(a),
+                lambda: torch.relu(a),
+                lambda: a.abs().add(0.1).sqrt(),
             ]
         )()
     )
@@ -36,8 +49,13 @@ def _product(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a @ b, lambda: a.t() @ b, lambda: torch.einsum("ij,kj->ik", a, b), lambda: torch.outer(a[0], b[:, 1]),
-                lambda: torch.addmm(a, a, b, alpha=0.5), lambda: (a @ b[0]).expand(3, 3), lambda: torch.nn.functional.linear(a, b, a[2]),
+                lambda: a @ b,
+                lambda: a.t() @ b,
+                lambda: torch.einsum("ij,kj->ik", a, b),
+                lambda: torch.outer(a[0], b[:, 1]),
+                lambda: torch.addmm(a, a, b, alpha=0.5),
+                lambda: (a @ b[0]).expand(3, 3),
+                lambda: torch.nn.functional.linear(a, b, a[2]),
             ]
         )()
     )
@@ -48,10 +66,16 @@ def _reduce(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a.sum(dim, keepdim=True).expand(3, 3), lambda: a - a.mean(dim, keepdim=True), lambda: a.softmax(dim),
+                lambda: a.sum(dim, keepdim=True).expand(3, 3),
+                lambda: a - a.mean(dim, keepdim=True),
+                lambda: a.softmax(dim),
                 lambda: a.cumsum(dim),
-                lambda: a.logsumexp(dim, keepdim=True) * a, lambda: a.amax(dim, keepdim=True) + a, lambda: a.sort(dim)[0],
-                lambda: a.norm() * a, lambda: a.prod(dim, keepdim=True).expand_as(a) + a, lambda: a.var(dim, keepdim=True) * a,
+                lambda: a.logsumexp(dim, keepdim=True) * a,
+                lambda: a.amax(dim, keepdim=True) + a,
+                lambda: a.sort(dim)[0],
+                lambda: a.norm() * a,
+                lambda: a.prod(dim, keepdim=True).expand_as(a) + a,
+                lambda: a.var(dim, keepdim=True) * a,
             ]
         )()
     )
@@ -63,9 +87,17 @@ def _index(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a[order], lambda: a[:, order] * b, lambda: a.index_select(1, order), lambda: a.gather(0, order.expand(3, 3)),
-                lambda: torch.cat([a[i:], b[:i]]), lambda: torch.stack([a[i], b[i], a[:, i]]), lambda: a.roll(1, 0), lambda: a.flip(1),
-                lambda: torch.scatter_add(a, 0, order.expand(3, 3), b), lambda: a.masked_fill(b > 0, 0.3), lambda: a.tril() + b.triu(),
+                lambda: a[order],
+                lambda: a[:, order] * b,
+                lambda: a.index_select(1, order),
+                lambda: a.gather(0, order.expand(3, 3)),
+                lambda: torch.cat([a[i:], b[:i]]),
+                lambda: torch.stack([a[i], b[i], a[:, i]]),
+                lambda: a.roll(1, 0),
+                lambda: a.flip(1),
+                lambda: torch.scatter_add(a, 0, order.expand(3, 3), b),
+                lambda: a.masked_fill(b > 0, 0.3),
+                lambda: a.tril() + b.triu(),
             ]
         )()
     )
@@ -76,9 +108,15 @@ def _view(v: list[torch.Tensor], r: random.Random) -> None:
     v.append(
         r.choice(
             [
-                lambda: a.t(), lambda: a.reshape(9).view(3, 3), lambda: a.permute(1, 0), lambda: a.unsqueeze(0).squeeze(0),
-                lambda: a.diagonal().expand(3, 3), lambda: a.contiguous().view(-1).reshape(3, 3), lambda: a.unbind(0)[1].expand(3, 3),
-                lambda: torch.cat(a.chunk(3, 1), 1), lambda: a.as_strided((3, 3), (1, 3)) if a.is_contiguous() else a.t(),
+                lambda: a.t(),
+                lambda: a.reshape(9).view(3, 3),
+                lambda: a.permute(1, 0),
+                lambda: a.unsqueeze(0).squeeze(0),
+                lambda: a.diagonal().expand(3, 3),
+                lambda: a.contiguous().view(-1).reshape(3, 3),
+                lambda: a.unbind(0)[1].expand(3, 3),
+                lambda: torch.cat(a.chunk(3, 1), 1),
+                lambda: a.as_strided((3, 3), (1, 3)) if a.is_contiguous() else a.t(),
             ]
         )()
     )
@@ -88,25 +126,47 @@ def _in_place(v: list[torch.Tensor], r: random.Random) -> None:
     a, b, i = _pick(v, r).clone(), _pick(v, r), r.randrange(3)
     action = r.choice(
         [
-            lambda: a.mul_(b), lambda: a.add_(b, alpha=2), lambda: a[i].copy_(b[0]), lambda: a[:, i].add_(b[i]), lambda: a.t()[i].mul_(0.5),
-            lambda: a.view(9)[::2].sin_(), lambda: a.diagonal().fill_(0.7), lambda: a.__setitem__((slice(1, 3), i), b[1:, 0]),
-            lambda: a.clamp_(min=-0.2), lambda: a.zero_().add_(b), lambda: a[1:].copy_(b[:2]),
+            lambda: a.mul_(b),
+            lambda: a.add_(b, alpha=2),
+            lambda: a[i].copy_(b[0]),
+            lambda: a[:, i].add_(b[i]),
+            lambda: a.t()[i].mul_(0.5),
+            lambda: a.view(9)[::2].sin_(),
+            lambda: a.diagonal().fill_(0.7),
+            lambda: a.__setitem__((slice(1, 3), i), b[1:, 0]),
+            lambda: a.clamp_(min=-0.2),
+            lambda: a.zero_().add_(b),
+            lambda: a[1:].copy_(b[:2]),
             lambda: a.index_fill_(0, torch.tensor([i]), 0.1),
         ]
     )
-    view = r.choice([lambda: a, lambda: a[1:].sum() * a, lambda: a.t()])() if r.random() < 0.3 else a
+    view = (
+        r.choice([lambda: a, lambda: a[1:].sum() * a, lambda: a.t()])() if r.random() < 0.3 else a
+    )
     action()
     v.append(a)
     if view is not a and view.shape == a.shape:
         v.append(view)
 
 
-STEPS: list[Step] = [_elementwise, _elementwise, _product, _reduce, _index, _view, _in_place, _in_place]
+STEPS: list[Step] = [
+    _elementwise,
+    _elementwise,
+    _product,
+    _reduce,
+    _index,
+    _view,
+    _in_place,
+    _in_place,
+]
 
 
 def program(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function [3, 3] -> [3, 3] drawn from a seed."""
-    plan = [(random.Random(seed * 1009 + k).choice(STEPS), seed * 1009 + k) for k in range(random.Random(seed).randint(2, 7))]
+    plan = [
+        (random.Random(seed * 1009 + k).choice(STEPS), seed * 1009 + k)
+        for k in range(random.Random(seed).randint(2, 7))
+    ]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         v = [x, torch.full((3, 3), 0.25) + x * 0.5]

@@ -1,7 +1,10 @@
-"""What functions do to Python objects: a kind of object, how the function reaches it, and what it does to it, as programs to be compared.
+"""What functions do to Python objects: a kind of object, how the function reaches it, and what it
+does to it, as programs to be compared.
 
-A step takes the object and two tensors.  It changes the object by the second one, which no vmap maps, and its result depends on the object.
+A step takes the object and two tensors. It changes the object by the second one, which no vmap
+maps, and its result depends on the object.
 """
+
 from __future__ import annotations
 
 import collections
@@ -18,7 +21,7 @@ from torch import nn
 Step = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-# -- kinds of objects, and what is done to them ---------------------------------------------------------------------------------------
+# -- kinds of objects, and what is done to them ----------------------------------------------------
 class Plain:
     count = 0
 
@@ -43,7 +46,9 @@ class Data:
     old: torch.Tensor = dataclasses.field(default_factory=lambda: torch.ones(2))
     n: int = 0
     log: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    pair: tuple[torch.Tensor, float] = dataclasses.field(default_factory=lambda: (torch.zeros(2), 1.0))
+    pair: tuple[torch.Tensor, float] = dataclasses.field(
+        default_factory=lambda: (torch.zeros(2), 1.0)
+    )
 
 
 class Layer(nn.Module):
@@ -101,9 +106,14 @@ def of_class(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _ATTRIBUTES: dict[str, Step] = {
-    "set": set_attribute, "a state": state_attribute, "append": append_attribute, "delete": delete_attribute, "rebind": rebind_attribute,
-    "count": count_attribute, "ask for a count": ask_attribute,
-}  # fmt: skip
+    "set": set_attribute,
+    "a state": state_attribute,
+    "append": append_attribute,
+    "delete": delete_attribute,
+    "rebind": rebind_attribute,
+    "count": count_attribute,
+    "ask for a count": ask_attribute,
+}
 
 
 def set_entry(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -142,13 +152,24 @@ def ask_entry(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _ENTRIES: dict[str, Step] = {
-    "set": set_entry, "a state": state_entry, "append": append_entry, "delete": delete_entry, "rebind": rebind_entry, "count": count_entry,
+    "set": set_entry,
+    "a state": state_entry,
+    "append": append_entry,
+    "delete": delete_entry,
+    "rebind": rebind_entry,
+    "count": count_entry,
     "ask for a count": ask_entry,
-}  # fmt: skip
+}
 
 
 def _dict() -> dict[str, Any]:
-    return {"h": torch.zeros(2), "old": torch.ones(2), "n": 0, "log": [], "pair": (torch.zeros(2), 1.0)}
+    return {
+        "h": torch.zeros(2),
+        "old": torch.ones(2),
+        "n": 0,
+        "log": [],
+        "pair": (torch.zeros(2), 1.0),
+    }
 
 
 def set_element(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -185,9 +206,13 @@ def count_element(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _ELEMENTS: dict[str, Step] = {
-    "set": set_element, "a state": state_element, "append": append_element, "delete": delete_element, "slide": slide_elements,
+    "set": set_element,
+    "a state": state_element,
+    "append": append_element,
+    "delete": delete_element,
+    "slide": slide_elements,
     "count": count_element,
-}  # fmt: skip
+}
 
 
 def add_member(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -211,9 +236,15 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Step]]] = {
     "a dict": (_dict, _ENTRIES),
     "an OrderedDict": (lambda: collections.OrderedDict(_dict()), _ENTRIES),
     "a defaultdict": (lambda: collections.defaultdict(list, _dict()), _ENTRIES),
-    "a list": (lambda: [torch.zeros(2), torch.ones(2)], {k: f for k, f in _ELEMENTS.items() if k != "count"}),
+    "a list": (
+        lambda: [torch.zeros(2), torch.ones(2)],
+        {k: f for k, f in _ELEMENTS.items() if k != "count"},
+    ),
     "a list of numbers": (lambda: [1, 2], {"count": count_element}),
-    "a deque": (lambda: collections.deque([torch.zeros(2), torch.ones(2)], 8), {k: f for k, f in _ELEMENTS.items() if k != "count"}),
+    "a deque": (
+        lambda: collections.deque([torch.zeros(2), torch.ones(2)], 8),
+        {k: f for k, f in _ELEMENTS.items() if k != "count"},
+    ),
     "an object": (Plain, {**_ATTRIBUTES, "count in the class": of_class}),
     "an object with slots": (Slotted, {k: f for k, f in _ATTRIBUTES.items() if k != "set"}),
     "a dataclass": (Data, _ATTRIBUTES),
@@ -225,7 +256,9 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Step]]] = {
 
 
 def content(x: Any) -> Any:
-    """What an object holds, to be compared: nested tuples of tensors, numbers, strings and names of classes."""
+    """What an object holds, to be compared: nested tuples of tensors, numbers, strings and names of
+    classes.
+    """
     if isinstance(x, torch.Tensor | int | float | str | bool | type(None)):
         return x
     if isinstance(x, dict):
@@ -235,14 +268,25 @@ def content(x: Any) -> Any:
     if isinstance(x, set):
         return tuple(sorted(x))
     if isinstance(x, nn.Module):
-        return (*[content(b) for b in x.buffers()], *[content(v) for k, v in vars(x).items() if not k.startswith("_")])
+        return (
+            *[content(b) for b in x.buffers()],
+            *[content(v) for k, v in vars(x).items() if not k.startswith("_")],
+        )
     if hasattr(x, "tobytes"):
         return x.tolist()
-    names = [*[n for n in getattr(type(x), "__slots__", ()) if hasattr(x, n)], *getattr(x, "__dict__", ())]
-    return (type(x).__name__, tuple(names), *[content(getattr(x, n)) for n in names], getattr(type(x), "count", None))
+    names = [
+        *[n for n in getattr(type(x), "__slots__", ()) if hasattr(x, n)],
+        *getattr(x, "__dict__", ()),
+    ]
+    return (
+        type(x).__name__,
+        tuple(names),
+        *[content(getattr(x, n)) for n in names],
+        getattr(type(x), "count", None),
+    )
 
 
-# -- how a function reaches an object -------------------------------------------------------------------------------------------------
+# -- how a function reaches an object --------------------------------------------------------------
 Function = Callable[..., torch.Tensor]
 _HELD: Any = None
 _variable: contextvars.ContextVar[Any] = contextvars.ContextVar("held")
@@ -302,17 +346,23 @@ def _nested(c: Any, step: Step) -> Function:
     return lambda x, y: step(held["inner"][0], x, y)
 
 
-#: By how it is reached: the function of an object and a step; "an argument" is passed to the function itself.
+#: By how it is reached: the function of an object and a step; "an argument" is passed to the
+#: function itself.
 REACHED: dict[str, Callable[[Any, Step], Function]] = {
-    "a variable": _captured, "a global variable": _global, "a default": _default,
+    "a variable": _captured,
+    "a global variable": _global,
+    "a default": _default,
     "functools.partial": lambda c, step: functools.partial(step, c),
-    "an attribute of a module": lambda c, step: _Holder(c, step), "an attribute of an object": lambda c, step: _Owner(c, step).method,
-    "a dict and a list": _nested, "a forward hook": _hook, "a context variable": _context,
+    "an attribute of a module": lambda c, step: _Holder(c, step),
+    "an attribute of an object": lambda c, step: _Owner(c, step).method,
+    "a dict and a list": _nested,
+    "a forward hook": _hook,
+    "a context variable": _context,
     "an argument": lambda c, step: lambda x, y, c: step(c, x, y),
-}  # fmt: skip
+}
 
 
-# -- ways to call -----------------------------------------------------------------------------------------------------------------------
+# -- ways to call ----------------------------------------------------------------------------------
 def _plain(tf: Any, function: Function) -> Function:
     return function
 
@@ -331,13 +381,27 @@ def _backward(tf: Any, function: Function) -> Function:
 
 #: By the name of a way: what makes the function that is called, and whether it is jitted.
 WAYS: dict[str, tuple[Callable[[Any, Function], Function], bool]] = {
-    "jit": (_plain, True), "jit of grad": (_grad, True), "jit of vmap": (_vmap, True), "jit, and backward()": (_backward, True),
-    "grad": (_grad, False), "vmap": (_vmap, False),
-}  # fmt: skip
+    "jit": (_plain, True),
+    "jit of grad": (_grad, True),
+    "jit of vmap": (_vmap, True),
+    "jit, and backward()": (_backward, True),
+    "grad": (_grad, False),
+    "vmap": (_vmap, False),
+}
 
 
-def outcome(tf: Any, jit: Callable[[Function], Function] | None, kind: str, reached: str, action: str, way: str, calls: int = 5) -> Any:
-    """What some calls return, and what the object holds after each of them; tf: torch.func or torchfunc_jax."""
+def outcome(
+    tf: Any,
+    jit: Callable[[Function], Function] | None,
+    kind: str,
+    reached: str,
+    action: str,
+    way: str,
+    calls: int = 5,
+) -> Any:
+    """What some calls return, and what the object holds after each of them; tf: torch.func or
+    torchfunc_jax.
+    """
     make, actions = KINDS[kind]
     Plain.count = 0
     c, (wrap, jitted) = make(), WAYS[way]
@@ -359,9 +423,17 @@ def outcome(tf: Any, jit: Callable[[Function], Function] | None, kind: str, reac
 
 
 def same(mine: Any, theirs: Any) -> bool:
-    """Whether two outcomes are equal; tensors within rounding, and with the same ``requires_grad``."""
+    """Whether two outcomes are equal; tensors within rounding,
+    and with the same ``requires_grad``.
+    """
     if isinstance(theirs, torch.Tensor):
-        return isinstance(mine, torch.Tensor) and mine.requires_grad == theirs.requires_grad and torch.allclose(mine, theirs)
+        return (
+            isinstance(mine, torch.Tensor)
+            and mine.requires_grad == theirs.requires_grad
+            and torch.allclose(mine, theirs)
+        )
     if isinstance(theirs, list | tuple):
-        return type(mine) is type(theirs) and len(mine) == len(theirs) and all(map(same, mine, theirs))
+        return (
+            type(mine) is type(theirs) and len(mine) == len(theirs) and all(map(same, mine, theirs))
+        )
     return type(mine) is type(theirs) and bool(mine == theirs)

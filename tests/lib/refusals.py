@@ -1,4 +1,7 @@
-"""PyTorch's database of inputs that its operators refuse: op_db's error_inputs, on dense tensors."""
+"""PyTorch's database of inputs that its operators refuse: op_db's error_inputs,
+on dense tensors.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,12 +31,17 @@ class Refusing:
             leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
             places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
             tensors = [leaves[i].detach() for i in places]
-            # tensors that share memory are several inputs to a transform, each with memory of its own
+            # tensors that share memory are several inputs to a transform, each with memory of its
+            # own
             memory = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
-            if any(t.layout is not torch.strided or t.is_meta for t in tensors) or len(memory) != len(tensors):
+            if any(t.layout is not torch.strided or t.is_meta for t in tensors) or len(
+                memory
+            ) != len(tensors):
                 continue
 
-            def function(*given: torch.Tensor, leaves: Any = leaves, places: Any = places, spec: Any = spec) -> Any:
+            def function(
+                *given: torch.Tensor, leaves: Any = leaves, places: Any = places, spec: Any = spec
+            ) -> Any:
                 full = list(leaves)
                 for i, t in zip(places, given, strict=True):
                     full[i] = t
@@ -50,4 +58,6 @@ class Refusing:
 
 def refusing() -> list[Refusing]:
     """Every operator of the database with such inputs."""
-    return [Refusing(op) for op in op_db if op.error_inputs_func is not None and "sparse" not in op.name]
+    return [
+        Refusing(op) for op in op_db if op.error_inputs_func is not None and "sparse" not in op.name
+    ]

@@ -1,9 +1,11 @@
-"""Which dtypes PyTorch's own kernels refuse, found by asking them.  ``python tests/lib/refused_dtypes.py`` writes the table:
-bridge/operators/dtype_refusals_table.py.
+"""Which dtypes PyTorch's own kernels refuse, found by asking them.
+``python tests/lib/refused_dtypes.py`` writes the table: bridge/operators/dtype_refusals_table.py.
 
-Every operator of PyTorch's database runs on its samples while the kernels that it calls are noted; each kernel is then asked again with
-its tensors in every other dtype.  A dtype is refused where PyTorch says "not implemented for" and no call of that kernel went through.
+Every operator of PyTorch's database runs on its samples while the kernels that it calls are noted;
+each kernel is then asked again with its tensors in every other dtype. A dtype is refused where
+PyTorch says "not implemented for" and no call of that kernel went through.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -27,11 +29,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bridge.operators.dtype_refusals import is_pointwise, mode
 
 DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.uint8, torch.bool,
-)  # fmt: skip
-SAMPLES, CALLS = 20, 12  # of an operator, spread evenly; of a kernel by it, and as many with a scalar
-TABLE = pathlib.Path(__file__).parent.parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
+# of an operator, spread evenly; of a kernel by it, and as many with a scalar
+SAMPLES, CALLS = 20, 12
+TABLE = (
+    pathlib.Path(__file__).parent.parent.parent / "bridge" / "operators" / "dtype_refusals_table.py"
+)
 _HEAD = '''"""The dtypes that PyTorch refuses on the CPU, by overload (torch {version}).
 
 ``python tests/lib/refused_dtypes.py`` writes this file. A group has the overloads of aten in which
@@ -44,8 +59,13 @@ TOGETHER   (the place of an argument, the places of those that must have its dty
 INDICES    (the place of an index, the dtypes): the overloads
 """
 '''
-TABLES = {"REFUSED": "dict[tuple[int, str, str], str]", "TOGETHER": "dict[tuple[int, ...], str]", "INDICES": "dict[tuple[int, str], str]"}
-#: int32 is no bad index, whatever PyTorch says of some: whole numbers of JAX have it unless told otherwise
+TABLES = {
+    "REFUSED": "dict[tuple[int, str, str], str]",
+    "TOGETHER": "dict[tuple[int, ...], str]",
+    "INDICES": "dict[tuple[int, str], str]",
+}
+#: int32 is no bad index, whatever PyTorch says of some: whole numbers of JAX have it unless told
+#: otherwise
 _INDICES = (torch.int16, torch.uint8, torch.bool, torch.float32)
 _ABOUT_DTYPES = re.compile("implemented for|support|type|xpected|may not be")
 _ABOUT_OTHERS = re.compile(r"\[|rtol tensor")  # shapes, another argument
@@ -54,7 +74,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any], torch.dtype]
 
 aten = torch.ops.aten
 #: what writes some of its arguments beside what it computes
-_WRITERS = frozenset({aten._native_batch_norm_legit.default, aten._batch_norm_with_update.default, aten.embedding_renorm_.default})
+_WRITERS = frozenset(
+    {
+        aten._native_batch_norm_legit.default,
+        aten._batch_norm_with_update.default,
+        aten.embedding_renorm_.default,
+    }
+)
 
 
 class _Noting(TorchDispatchMode):
@@ -70,26 +96,61 @@ class _Noting(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         kind = func, bool(given) and not given[0].ndim
-        computes = not func.is_view and (not func._schema.is_mutable or func in _WRITERS) and kwargs.get("dtype") is None
-        if computes and self.counts[kind] < CALLS and all(t.layout is torch.strided and t.numel() for t in given):
+        computes = (
+            not func.is_view
+            and (not func._schema.is_mutable or func in _WRITERS)
+            and kwargs.get("dtype") is None
+        )
+        if (
+            computes
+            and self.counts[kind] < CALLS
+            and all(t.layout is torch.strided and t.numel() for t in given)
+        ):
             self.counts[kind] += 1
-            self.calls[func].append((*pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs)), self.dtype))
+            self.calls[func].append(
+                (
+                    *pytree.tree_map_only(
+                        torch.Tensor, lambda t: t.detach().clone(), (args, kwargs)
+                    ),
+                    self.dtype,
+                )
+            )
         return func(*args, **kwargs)
 
 
 #: What makes a tensor of the dtype that it is asked for, by nothing but numbers.
 _FACTORIES: dict[Any, tuple[Any, ...]] = {
-    aten.arange.default: (2,), aten.arange.start: (0, 2), aten.arange.start_step: (0, 2, 1), aten.range.default: (0, 1),
-    aten.range.step: (0, 1), aten.linspace.default: (0, 1, 3), aten.logspace.default: (0, 1, 3), aten.randperm.default: (3,),
-    aten.rand.default: ([3],), aten.randn.default: ([3],), aten.randint.default: (2, [3]), aten.randint.low: (0, 2, [3]),
-    aten.eye.default: (2,), aten.eye.m: (2, 3), aten.full.default: ([2], 1), aten.ones.default: ([2],), aten.zeros.default: ([2],),
-}  # fmt: skip
-#: What writes its first argument, and is refused where the operator that does not write is not; with its other arguments.
+    aten.arange.default: (2,),
+    aten.arange.start: (0, 2),
+    aten.arange.start_step: (0, 2, 1),
+    aten.range.default: (0, 1),
+    aten.range.step: (0, 1),
+    aten.linspace.default: (0, 1, 3),
+    aten.logspace.default: (0, 1, 3),
+    aten.randperm.default: (3,),
+    aten.rand.default: ([3],),
+    aten.randn.default: ([3],),
+    aten.randint.default: (2, [3]),
+    aten.randint.low: (0, 2, [3]),
+    aten.eye.default: (2,),
+    aten.eye.m: (2, 3),
+    aten.full.default: ([2], 1),
+    aten.ones.default: ([2],),
+    aten.zeros.default: ([2],),
+}
+#: What writes its first argument, and is refused where the operator that does not write is not;
+#: with its other arguments.
 _IN_PLACE: dict[Any, tuple[Any, ...]] = {
-    aten.abs_.default: (), aten.bernoulli_.float: (), aten.cauchy_.default: (), aten.exponential_.default: (),
-    aten.geometric_.default: (0.5,), aten.log_normal_.default: (), aten.normal_.default: (), aten.random_.default: (),
+    aten.abs_.default: (),
+    aten.bernoulli_.float: (),
+    aten.cauchy_.default: (),
+    aten.exponential_.default: (),
+    aten.geometric_.default: (0.5,),
+    aten.log_normal_.default: (),
+    aten.normal_.default: (),
+    aten.random_.default: (),
     aten.uniform_.default: (),
-}  # fmt: skip
+}
 
 
 def noted(ops: Iterable[Any]) -> dict[Any, list[Call]]:
@@ -100,7 +161,11 @@ def noted(ops: Iterable[Any]) -> dict[Any, list[Call]]:
         if dtype is None:
             continue
         with contextlib.suppress(Exception), _Noting(dtype) as noting:
-            samples = [s for s in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 400) if _full(s.input)]
+            samples = [
+                s
+                for s in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 400)
+                if _full(s.input)
+            ]
             for sample in samples[:: -(-len(samples) // SAMPLES) or 1]:
                 op(sample.input, *sample.args, **sample.kwargs)
         for func, calls in noting.calls.items():
@@ -114,7 +179,9 @@ def _full(x: Any) -> bool:
 
 
 def _place(call: Call, scalars: bool = False) -> int | None:
-    """The place of the first argument that is a tensor of the dtype that was asked for; None where it is a scalar, -1 for dtype=."""
+    """The place of the first argument that is a tensor of the dtype that was asked for; None where
+    it is a scalar, -1 for dtype=.
+    """
     if not pytree.tree_any(lambda x: isinstance(x, torch.Tensor), call[0]):
         return -1
     for i, x in enumerate(call[0]):
@@ -126,19 +193,31 @@ def _place(call: Call, scalars: bool = False) -> int | None:
 def _uniform(func: Any, call: Call) -> bool:
     """Whether there is nothing to promote."""
     given = [x for x in pytree.tree_leaves(call[:2]) if isinstance(x, torch.Tensor)]
-    return not is_pointwise(func) or all(t.dtype is call[2] for t in given[_place(call, scalars=True) :])
+    return not is_pointwise(func) or all(
+        t.dtype is call[2] for t in given[_place(call, scalars=True) :]
+    )
 
 
 def _variants(call: Call, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
     args, kwargs, have = call
-    recast = lambda x: dtype if x is have else x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype is have else x
+    recast = lambda x: (
+        dtype
+        if x is have
+        else x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.dtype is have
+        else x
+    )
     args, kwargs = pytree.tree_map(recast, (args, kwargs))
     yield args, kwargs
-    yield pytree.tree_map(lambda x: int(x) if type(x) is float and abs(x) < 1e9 else x, (args, kwargs))
+    yield pytree.tree_map(
+        lambda x: int(x) if type(x) is float and abs(x) < 1e9 else x, (args, kwargs)
+    )
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """Whether PyTorch refuses a call because of its dtypes; None for an error about something else."""
+    """Whether PyTorch refuses a call because of its dtypes;
+    None for an error about something else.
+    """
     try:
         func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
@@ -179,7 +258,11 @@ def refused(func: Any, calls: list[Call]) -> Iterator[Group]:
         if _place(call, scalars=True) == place:
             found[mode(func, call[0], call[1], place)].append(call)
     for name, some in sorted(found.items()):
-        asked = [d for d in DTYPES if "scalar" in name or str(d).removeprefix("torch.") not in known.split()]
+        asked = [
+            d
+            for d in DTYPES
+            if "scalar" in name or str(d).removeprefix("torch.") not in known.split()
+        ]
         if refused_here := _refused_in(func, some, asked):
             modes[place, refused_here].append(name)
     for (place, dtypes), names in modes.items():
@@ -191,7 +274,9 @@ def _refused_in(func: Any, calls: list[Call], dtypes: Iterable[torch.dtype]) -> 
 
 
 def _first(calls: list[Call]) -> int:
-    return collections.Counter(_place(call, scalars=True) or 0 for call in calls).most_common(1)[0][0]
+    return collections.Counter(_place(call, scalars=True) or 0 for call in calls).most_common(1)[0][
+        0
+    ]
 
 
 def _with(call: Call, place: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -218,8 +303,10 @@ def together(func: Any, calls: list[Call]) -> Iterator[Group]:
     first, others = _first(calls), (torch.float64, torch.int64)
     places = _places(calls, first, torch.float32)
     apart = [
-        p for p, some in sorted(places.items())
-        if len(_always(func, ((d, [_with(call, p, d) for call in some]) for d in others)).split()) == len(others)
+        p
+        for p, some in sorted(places.items())
+        if len(_always(func, ((d, [_with(call, p, d) for call in some]) for d in others)).split())
+        == len(others)
     ]
     if apart:
         yield first, *apart
@@ -229,26 +316,39 @@ def indices(func: Any, calls: list[Call]) -> Iterator[Group]:
     """An overload's groups in INDICES."""
     if is_pointwise(func):
         return
-    for place, some in sorted(_places([call for call in calls if call[2] is torch.float32], 0, torch.int64).items()):
-        if refused_here := _always(func, ((d, [_with(call, place, d) for call in some]) for d in _INDICES)):
+    for place, some in sorted(
+        _places([call for call in calls if call[2] is torch.float32], 0, torch.int64).items()
+    ):
+        if refused_here := _always(
+            func, ((d, [_with(call, place, d) for call in some]) for d in _INDICES)
+        ):
             yield place, refused_here
 
 
 def tables(ops: Iterable[Any] = op_db) -> dict[str, dict[str, Any]]:
     """The tables, for all kernels that these operators call."""
     found = noted(track(list(ops), "noting"))
-    found[aten.div.Tensor_mode].append(((torch.ones(2), torch.ones(2)), {"rounding_mode": None}, torch.float32))
+    found[aten.div.Tensor_mode].append(
+        ((torch.ones(2), torch.ones(2)), {"rounding_mode": None}, torch.float32)
+    )
     for factory, args in _FACTORIES.items():
         found[factory] = [(args, {"dtype": torch.float32}, torch.float32)]
     for func, args in _IN_PLACE.items():
         found[func] = [((torch.ones(2), *args), {}, torch.float32)]
-    out: dict[str, dict[Group, list[str]]] = {name: collections.defaultdict(list) for name in TABLES}
+    out: dict[str, dict[Group, list[str]]] = {
+        name: collections.defaultdict(list) for name in TABLES
+    }
     for func, calls in track(sorted(found.items(), key=str), "asking"):
         for name, groups in zip(TABLES, (refused, together, indices), strict=True):
             if func.namespace == "aten":
                 for group in groups(func, calls):
-                    out[name][group].append(str(func).removeprefix("aten.").removesuffix(".default"))
-    return {name: {group: " ".join(names) for group, names in sorted(groups.items())} for name, groups in out.items()}
+                    out[name][group].append(
+                        str(func).removeprefix("aten.").removesuffix(".default")
+                    )
+    return {
+        name: {group: " ".join(names) for group, names in sorted(groups.items())}
+        for name, groups in out.items()
+    }
 
 
 def _text(group: Group, names: str) -> str:
@@ -256,11 +356,15 @@ def _text(group: Group, names: str) -> str:
     if not more[1:] and len(key) + len(names) < 130:
         return f"    {key}: {json.dumps(names)},\n"
     lines = [*(f"{line} " for line in more[:-1]), more[-1]]
-    return f"    {key}: (\n" + "".join(f"        {json.dumps(line)}\n" for line in lines) + "    ),\n"
+    return (
+        f"    {key}: (\n" + "".join(f"        {json.dumps(line)}\n" for line in lines) + "    ),\n"
+    )
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     warnings.simplefilter("ignore")
     TABLE.write_text(text(tables()))
 
@@ -269,7 +373,9 @@ def text(found: dict[str, dict[Group, str]]) -> str:
     """The file with these tables."""
     body = _HEAD.format(version=torch.__version__.split("+")[0])
     for name, groups in found.items():
-        body += f"\n{name}: {TABLES[name]} = {{\n{''.join(_text(*row) for row in groups.items())}}}\n"
+        body += (
+            f"\n{name}: {TABLES[name]} = {{\n{''.join(_text(*row) for row in groups.items())}}}\n"
+        )
     return body
 
 

@@ -1,7 +1,9 @@
-"""How a user's typed program calls the public names; tests/tools/test_typed_names.py has type checkers read it in their strict modes.
+"""How a user's typed program calls the public names; tests/tools/test_typed_names.py has type
+checkers read it in their strict modes.
 
 It is a program too: that test runs it, and so does ``make release-check`` with the wheel.
 """
+
 # pyright: strict
 from __future__ import annotations
 
@@ -73,11 +75,32 @@ def transforms(x: torch.Tensor) -> list[torch.Tensor]:
     trace = laplacian(square)(x)
     diagonal = jacobian_diagonal(torch.sin)(x)
     rows = [
-        vmap(grad(square), in_dims=0, out_dims=0, randomness="error", chunk_size=2)(torch.stack([x, x])),
-        chunk_vmap(torch.sin, chunks=2)(x), jacrev(torch.sin)(x), jacfwd(torch.sin, chunk_size=1)(x), hessian(square)(x),
-        functionalize(torch.sin)(x), debug_unwrap(x), rearrange(x[None], "a b -> b a"),
-    ]  # fmt: skip
-    return [gradient, value, out, *pull(out), *pushed, linear, push(x), *product, curve, *series, trace, diagonal, *rows]
+        vmap(grad(square), in_dims=0, out_dims=0, randomness="error", chunk_size=2)(
+            torch.stack([x, x])
+        ),
+        chunk_vmap(torch.sin, chunks=2)(x),
+        jacrev(torch.sin)(x),
+        jacfwd(torch.sin, chunk_size=1)(x),
+        hessian(square)(x),
+        functionalize(torch.sin)(x),
+        debug_unwrap(x),
+        rearrange(x[None], "a b -> b a"),
+    ]
+    return [
+        gradient,
+        value,
+        out,
+        *pull(out),
+        *pushed,
+        linear,
+        push(x),
+        *product,
+        curve,
+        *series,
+        trace,
+        diagonal,
+        *rows,
+    ]
 
 
 def compiled(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +136,13 @@ def modules(model: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     with random_numbers("jax"), cold("torch"), attention_scores(1000), patch():
         out: torch.Tensor = functional_call(model, dict(model.named_parameters()), (x,))
     mapped: torch.Tensor = vmap(fensemble, (0, 0, None))(stacked, stacked_buffers, x)
-    total: torch.Tensor = out + fmodel(weights, x) + fstateful(weights, states, x) + mapped.sum(0) + vmap(torch.sum)(params["weight"]).sum()
+    total: torch.Tensor = (
+        out
+        + fmodel(weights, x)
+        + fstateful(weights, states, x)
+        + mapped.sum(0)
+        + vmap(torch.sum)(params["weight"]).sum()
+    )
     return total
 
 
@@ -136,7 +165,8 @@ def bridged(model: nn.Linear, x: torch.Tensor, folder: str) -> jax.Array:
 
 def on_a_mesh(model: nn.Linear, folder: str) -> dict[str, jax.Array]:
     """Weights that several devices share."""
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))  # pyright: ignore[reportUnknownMemberType]  JAX's own, not ours
+    # JAX's own, not ours
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))  # pyright: ignore[reportUnknownMemberType]
     assert bridge.shardings(bridge.params(model), mesh)
     placed: dict[str, jax.Array] = bridge.shard(bridge.params(model), mesh)
     return placed | bridge.load_sharded(f"{folder}/weights.safetensors", mesh)

@@ -1,11 +1,15 @@
-"""Whether an answer is the truth: results, shapes, dtypes, and values as far as PyTorch determines them.
+"""Whether an answer is the truth: results, shapes, dtypes, and values as far as PyTorch determines
+them.
 
-Values agree within a tolerance, with two refinements.  Half types: PyTorch's own result is rounded, often more than once; an element
-outside of the tolerance is right all the same where a float64 computation says that it is no farther off than PyTorch's (or, where
-PyTorch's overflowed, within the tolerance), or, in a result that as a whole is as near as PyTorch's, than roundings that happen to fall
-otherwise explain.  Indices of a sort that is not stable: which of several equal elements comes first is open,
-so the elements that the indices point at are compared.  A few named operators are judged by float64 in float32 too.
+Values agree within a tolerance, with two refinements. Half types: PyTorch's own result is rounded,
+often more than once; an element outside of the tolerance is right all the same where a float64
+computation says that it is no farther off than PyTorch's (or, where PyTorch's overflowed, within
+the tolerance), or, in a result that as a whole is as near as PyTorch's, than roundings that happen
+to fall otherwise explain. Indices of a sort that is not stable: which of several equal elements
+comes first is open, so the elements that the indices point at are compared. A few named operators
+are judged by float64 in float32 too.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,39 +22,83 @@ from torch.utils import _pytree as pytree
 Tensors = tuple[torch.Tensor, ...]
 
 HALF = (torch.float16, torch.bfloat16)
-WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64, torch.complex64: torch.complex128}
+WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
-#: A half result is as near as PyTorch's where its mean error is at most so many times PyTorch's, and no element then may be farther off
-#: than so many times PyTorch's worst.  (PyTorch's own test of its decompositions compares mean errors against float64, too.)
+#: A half result is as near as PyTorch's where its mean error is at most so many times PyTorch's,
+#: and no element then may be farther off than so many times PyTorch's worst. (PyTorch's own test of
+#: its decompositions compares mean errors against float64, too.)
 ALIKE, WORST = 1.5, 4
 
-#: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here: sums of logarithms at 10000, softmax of
-#: large numbers, gradients of 100 beside such of 0.1 and the norm of two numbers cancel.  No element may be farther from float64 than
-#: four times PyTorch's worst in the same result: two or three roundings that happen to fall otherwise.
-CANCELLING = frozenset({
-    "logcumsumexp", "nn.functional.multi_head_attention_forward", "grid_sampler_2d", "grid_sampler_3d", "native_layer_norm",
-    "logsumexp", "nn.functional.scaled_dot_product_attention",
-})
+#: Operators with samples for which float32 rounds more than its tolerance, in PyTorch and here:
+#: sums of logarithms at 10000, softmax of large numbers, gradients of 100 beside such of 0.1 and
+#: the norm of two numbers cancel. No element may be farther from float64 than four times PyTorch's
+#: worst in the same result: two or three roundings that happen to fall otherwise.
+CANCELLING = frozenset(
+    {
+        "logcumsumexp",
+        "nn.functional.multi_head_attention_forward",
+        "grid_sampler_2d",
+        "grid_sampler_3d",
+        "native_layer_norm",
+        "logsumexp",
+        "nn.functional.scaled_dot_product_attention",
+    }
+)
 
-#: Operators whose float64 results are off in PyTorch, by up to so much beyond 5 (test_coverage_verdicts.py compares them with SciPy's).
-INEXACT = {"special.bessel_j0": 1e-6, "special.bessel_j1": 1e-6, "special.bessel_y0": 1e-6, "special.bessel_y1": 1e-6}
+#: Operators whose float64 results are off in PyTorch, by up to so much beyond 5
+#: (test_coverage_verdicts.py compares them with SciPy's).
+INEXACT = {
+    "special.bessel_j0": 1e-6,
+    "special.bessel_j1": 1e-6,
+    "special.bessel_y0": 1e-6,
+    "special.bessel_y1": 1e-6,
+}
 
-#: Operators with poles at which PyTorch's rounded pi leaves a large number: infinity is right there.
+#: Operators with poles at which PyTorch's rounded pi leaves a large number: infinity is right
+#: there.
 POLES = frozenset({"polygamma", "special.polygamma"})
 
-#: Relative and absolute tolerance by dtype.  XLA and PyTorch add in different orders; decompositions are solved by different algorithms.
+#: Relative and absolute tolerance by dtype. XLA and PyTorch add in different orders; decompositions
+#: are solved by different algorithms.
 _TOLERANCES = {
-    torch.float32: (2e-4, 2e-5), torch.complex64: (2e-4, 2e-5), torch.float64: (1e-7, 1e-7), torch.complex128: (1e-7, 1e-7),
-    torch.float16: (5e-3, 5e-3), torch.bfloat16: (2e-2, 2e-2),
+    torch.float32: (2e-4, 2e-5),
+    torch.complex64: (2e-4, 2e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex128: (1e-7, 1e-7),
+    torch.float16: (5e-3, 5e-3),
+    torch.bfloat16: (2e-2, 2e-2),
 }
-_SOLVED = frozenset({
-    "svd", "qr", "pinverse", "cholesky_inverse", "matrix_exp", "lu", "lu_solve", "triangular_solve", "geqrf", "cholesky_solve",
-    "cholesky", "logdet", "ormqr",
-})
+_SOLVED = frozenset(
+    {
+        "svd",
+        "qr",
+        "pinverse",
+        "cholesky_inverse",
+        "matrix_exp",
+        "lu",
+        "lu_solve",
+        "triangular_solve",
+        "geqrf",
+        "cholesky_solve",
+        "cholesky",
+        "logdet",
+        "ormqr",
+    }
+)
 
-#: Operators that order elements, and the arguments that follow the tensor; PyTorch leaves open how equal ones are ordered.
+#: Operators that order elements, and the arguments that follow the tensor; PyTorch leaves open how
+#: equal ones are ordered.
 RANKED = {
-    "sort": ("dim", "descending"), "argsort": ("dim", "descending"), "msort": (), "topk": ("k", "dim"), "kthvalue": ("k", "dim"),
+    "sort": ("dim", "descending"),
+    "argsort": ("dim", "descending"),
+    "msort": (),
+    "topk": ("k", "dim"),
+    "kthvalue": ("k", "dim"),
     "mode": ("dim",),
 }
 
@@ -62,7 +110,8 @@ class Terms:
     Attributes:
         name: the operator.
         random: values are not compared.
-        exact: computes the truth in float64 from the same values; asked only where an element is outside of the tolerance.
+        exact: computes the truth in float64 from the same values; asked only where an element is
+            outside of the tolerance.
         ranked: for indices that ties leave open, the tensor that they point into and its dimension.
     """
 
@@ -78,7 +127,9 @@ def wide(tensors: Tensors) -> Tensors:
 
 
 def untied(t: torch.Tensor) -> torch.Tensor:
-    """t, or where elements of it are equal, as many different numbers of its dtype in an order that t's own agrees with."""
+    """t, or where elements of it are equal, as many different numbers of its dtype in an order that
+    t's own agrees with.
+    """
     if not t.dtype.is_floating_point or t.unique().numel() == t.numel():
         return t
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
@@ -90,8 +141,12 @@ def untied(t: torch.Tensor) -> torch.Tensor:
     return spread.reshape(t.shape)
 
 
-def ranked(name: str, sample: Any, input: torch.Tensor, lanes: bool = False) -> tuple[torch.Tensor, int] | None:
-    """Where the indices that a sample gives point to, as in ``Terms.ranked``; None where PyTorch determines them all."""
+def ranked(
+    name: str, sample: Any, input: torch.Tensor, lanes: bool = False
+) -> tuple[torch.Tensor, int] | None:
+    """Where the indices that a sample gives point to, as in ``Terms.ranked``; None where PyTorch
+    determines them all.
+    """
     given = dict(zip(RANKED.get(name, ()), sample.args)) | sample.kwargs
     if name not in RANKED or given.get("stable") or not sample.input.ndim:
         return None
@@ -134,7 +189,9 @@ def difference(got: Any, truth: Tensors, terms: Terms) -> str | None:
 
 
 def _misplaced(got: torch.Tensor, truth: torch.Tensor, input: torch.Tensor, dim: int) -> str | None:
-    """What is wrong with indices into input along dim: each must be there, once, and point at an element equal to the truth's."""
+    """What is wrong with indices into input along dim: each must be there, once, and point at an
+    element equal to the truth's.
+    """
     if got.ndim < input.ndim:
         got, truth = got.unsqueeze(dim), truth.unsqueeze(dim)
     if got.numel() and not 0 <= int(got.min()) <= int(got.max()) < input.shape[dim]:
@@ -146,10 +203,16 @@ def _misplaced(got: torch.Tensor, truth: torch.Tensor, input: torch.Tensor, dim:
     same = found == expected
     if input.dtype.is_floating_point:
         same |= found.isnan() & expected.isnan()
-    return None if same.all() else f"indices: {int((~same).sum())} of {same.numel()} point at other values"
+    return (
+        None
+        if same.all()
+        else f"indices: {int((~same).sum())} of {same.numel()} point at other values"
+    )
 
 
-def _as_near(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, terms: Terms) -> bool:
+def _as_near(
+    got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, terms: Terms
+) -> bool:
     """Whether the elements that are off are as near to a float64 computation as PyTorch's own."""
     cancelling = terms.name in CANCELLING and truth.dtype in (torch.float32, torch.complex64)
     if (truth.dtype not in HALF and not cancelling) or terms.exact is None:
@@ -169,6 +232,8 @@ def _as_near(got: torch.Tensor, truth: torch.Tensor, i: int, off: torch.Tensor, 
         finite = ours.isfinite() & theirs.isfinite()
         alike = finite.any() and ours[finite].mean() <= ALIKE * theirs[finite].mean()
         allowed = torch.maximum(theirs, WORST * theirs[finite].max()) if alike else theirs
-    allowed = torch.where(theirs.isfinite(), allowed, atol + rtol * exact.abs())  # PyTorch overflowed
+    # PyTorch overflowed
+    allowed = torch.where(theirs.isfinite(), allowed, atol + rtol * exact.abs())
     near = got.isfinite() & (ours <= allowed)
-    return bool((near | (got == exact.to(got.dtype)))[off].all())  # or too large for the dtype, and so infinite
+    # or too large for the dtype, and so infinite
+    return bool((near | (got == exact.to(got.dtype)))[off].all())

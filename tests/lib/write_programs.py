@@ -1,8 +1,11 @@
-"""Random programs that write to parts of what they read: lines of Python drawn from a seed, the same for PyTorch and for torchfunc_jax.
+"""Random programs that write to parts of what they read: lines of Python drawn from a seed, the
+same for PyTorch and for torchfunc_jax.
 
-A program is a function of a vector ``x`` and a 0-dim index ``i``. Each line is tried on real tensors as it is drawn, and left out if
-PyTorch refuses it. A program that fails is reduced by leaving out lines.
+A program is a function of a vector ``x`` and a 0-dim index ``i``. Each line is tried on real
+tensors as it is drawn, and left out if PyTorch refuses it. A program that fails is reduced by
+leaving out lines.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,9 +22,18 @@ SIZES = (8, 12, 24, 24, 36, 60, 96, 256, 960, 4096)
 class Program:
     """Lines of Python, and what they return."""
 
-    def __init__(self, lines: Sequence[str], returned: Sequence[str], size: int, dtype: torch.dtype) -> None:
-        self.lines, self.returned, self.size, self.dtype = tuple(lines), tuple(returned), size, dtype
-        body = "".join(f"    {line}\n" for line in (*self.lines, f"return [{', '.join(self.returned)}]"))
+    def __init__(
+        self, lines: Sequence[str], returned: Sequence[str], size: int, dtype: torch.dtype
+    ) -> None:
+        self.lines, self.returned, self.size, self.dtype = (
+            tuple(lines),
+            tuple(returned),
+            size,
+            dtype,
+        )
+        body = "".join(
+            f"    {line}\n" for line in (*self.lines, f"return [{', '.join(self.returned)}]")
+        )
         self.text = f"def program(x, i):  # x: {size} elements, {dtype}; i: {INDEX}\n{body}"
         scope = {"torch": torch}
         exec(self.text, scope)
@@ -30,14 +42,21 @@ class Program:
     def argument(self, seed: int = 0) -> torch.Tensor:
         """Distinct values: what comes from a wrong place shows."""
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(seed))
-        return order.to(self.dtype) if not self.dtype.is_floating_point else order.to(self.dtype) / self.size + 0.5
+        return (
+            order.to(self.dtype)
+            if not self.dtype.is_floating_point
+            else order.to(self.dtype) / self.size + 0.5
+        )
 
     def reduced(self, fails: Callable[[Program], bool]) -> Program:
         """The program with as few lines and results as possible for which ``fails`` still holds."""
         found, smaller = self, True
         while smaller:
             smaller = False
-            lines = [(found.lines[:k] + found.lines[k + 1 :], found.returned) for k in reversed(range(len(found.lines)))]
+            lines = [
+                (found.lines[:k] + found.lines[k + 1 :], found.returned)
+                for k in reversed(range(len(found.lines)))
+            ]
             results = [(found.lines, (one,)) for one in found.returned if len(found.returned) > 1]
             for some in (*lines, *results):
                 other = Program(*some, self.size, self.dtype)
@@ -65,23 +84,55 @@ class _Draw:
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
         self.size = self.r.choice(SIZES)
-        self.dtype = self.r.choice([torch.float32, torch.float64, torch.float64, torch.float64, torch.int64, torch.int32])
+        self.dtype = self.r.choice(
+            [torch.float32, torch.float64, torch.float64, torch.float64, torch.int64, torch.int32]
+        )
         self.lines: list[str] = []
         x = Program((), (), self.size, self.dtype).argument()
         self.scope: dict[str, Any] = {"torch": torch, "x": x, "i": torch.tensor(INDEX)}
         self.names: list[str] = []
 
     def program(self) -> Program:
-        self.new(self.r.choice(["x.reshape{0}", "x.view{0}.clone()", "x.reshape{0} * 2", "(x + 1).view{0}", "x.clone().view{0}"]).format(
-            tuple(self.factors(self.size, self.r.randint(1, 4)))
-        ))  # fmt: skip
+        self.new(
+            self.r.choice(
+                [
+                    "x.reshape{0}",
+                    "x.view{0}.clone()",
+                    "x.reshape{0} * 2",
+                    "(x + 1).view{0}",
+                    "x.clone().view{0}",
+                ]
+            ).format(tuple(self.factors(self.size, self.r.randint(1, 4))))
+        )
         for _ in range(self.r.randint(2, 7)):
-            self.r.choice([self.view, self.compute, self.write, self.write, self.write, self.shift, self.shift, self.shift, self.indexed])()
+            self.r.choice(
+                [
+                    self.view,
+                    self.compute,
+                    self.write,
+                    self.write,
+                    self.write,
+                    self.shift,
+                    self.shift,
+                    self.shift,
+                    self.indexed,
+                ]
+            )()
         kept = [name for name in self.names if self.scope[name].numel() <= 4 * self.size]
-        returned = [self.r.choice(["{}", "{}.reshape(-1)", "{} * 2", "{}.unsqueeze(0)", "{}.clone()"]).format(name) for name in kept[-3:]]
-        return Program(self.lines, self.r.sample(returned, self.r.randint(1, len(returned))), self.size, self.dtype)
+        returned = [
+            self.r.choice(
+                ["{}", "{}.reshape(-1)", "{} * 2", "{}.unsqueeze(0)", "{}.clone()"]
+            ).format(name)
+            for name in kept[-3:]
+        ]
+        return Program(
+            self.lines,
+            self.r.sample(returned, self.r.randint(1, len(returned))),
+            self.size,
+            self.dtype,
+        )
 
-    # -- lines --------------------------------------------------------------------------------------------------------------------
+    # -- lines -------------------------------------------------------------------------------------
     def line(self, text: str) -> bool:
         try:
             exec(text, self.scope)
@@ -104,7 +155,9 @@ class _Draw:
     def write(self) -> None:
         """Any value into any part."""
         target = self.part(self.pick(), self.r.randint(0, 2))
-        value = self.fitted(self.changed(self.part(self.pick(), self.r.randint(0, 2))), self.shape(target))
+        value = self.fitted(
+            self.changed(self.part(self.pick(), self.r.randint(0, 2))), self.shape(target)
+        )
         self.store(target, value)
 
     def shift(self) -> None:
@@ -116,7 +169,10 @@ class _Draw:
             return
         k, step = self.r.randint(1, min(3, shape[dim] - 1)), self.r.choice([1, 1, 1, 2])
         before = ":, " * dim
-        places = [f"[{before}{k}:{step if step > 1 else ''}]".replace(":2]", "::2]"), f"[{before}:-{k}:{step}]".replace(":1]", "]")]
+        places = [
+            f"[{before}{k}:{step if step > 1 else ''}]".replace(":2]", "::2]"),
+            f"[{before}:-{k}:{step}]".replace(":1]", "]"),
+        ]
         if self.r.random() < 0.3:
             places.reverse()
         source = name if self.r.random() < 0.7 else self.alike(shape)
@@ -130,25 +186,61 @@ class _Draw:
             return
         n = self.r.randint(1, min(3, shape[0] - 1))
         places = f"torch.tensor({self.r.sample(range(shape[0]), n)})"
-        rows = self.r.choice([f"{name}[:{n}].clone()", f"{name}[{places}]", f"{name}[-{n}:].flip(0)", f"({name}[:{n}] * 2)"])
+        rows = self.r.choice(
+            [
+                f"{name}[:{n}].clone()",
+                f"{name}[{places}]",
+                f"{name}[-{n}:].flip(0)",
+                f"({name}[:{n}] * 2)",
+            ]
+        )
         row = self.r.choice([f"{name}[i]", f"{name}[0]", f"{name}[i - 1]", f"{name}[-1]"])
         row = self.changed(row + ".clone()", 0.3)
-        wide = f"{places}.reshape({', '.join(['-1', *['1'] * (len(shape) - 1)])}).expand_as({name}[:{n}])"
+        wide = (
+            f"{places}.reshape({', '.join(['-1', *['1'] * (len(shape) - 1)])}"
+            f").expand_as({name}[:{n}])"
+        )
         at = self.r.choice(["i", "i - 1", "i[None]", "0"])
-        self.line(self.r.choice([
-            f"{name}.index_copy_(0, {places}, {rows})", f"{name}.index_add_(0, {places}, {rows})",
-            f"{name}.index_put_(({places},), {rows})", f"{name}.index_put_(({places},), {rows}, accumulate=True)",
-            f"{name}.scatter_(0, {wide}, {rows})", f"{name}.scatter_add_(0, {wide}, {rows})", f"{name}[{places}] = {rows}",
-            f"{name}[{at}] = {row}", f"{name}[{at}] += {row}", f"{name}.index_copy_(0, i[None], {row}[None])",
-            f"{name}.index_add_(0, i[None], {row}[None])", f"{name}.index_fill_(0, {places}, 2)", f"{name}.narrow(0, i, {n}).copy_({rows})",
-            f"{name}.masked_scatter_({name} > {name}.reshape(-1)[0], {name}.flip(0))", f"{name}.masked_fill_({name} > {row}, 1)",
-            *([] if self.dtype.is_floating_point else [  # PyTorch's own gradient of these is wrong if they are views of one tensor
-                f"torch._foreach_{op}_([{name}[0], {name}[{k}]], [{row}, {row}])" for op, k in (("add", -1), ("mul", 1))
-            ]),
-        ]))  # fmt: skip
+        self.line(
+            self.r.choice(
+                [
+                    f"{name}.index_copy_(0, {places}, {rows})",
+                    f"{name}.index_add_(0, {places}, {rows})",
+                    f"{name}.index_put_(({places},), {rows})",
+                    f"{name}.index_put_(({places},), {rows}, accumulate=True)",
+                    f"{name}.scatter_(0, {wide}, {rows})",
+                    f"{name}.scatter_add_(0, {wide}, {rows})",
+                    f"{name}[{places}] = {rows}",
+                    f"{name}[{at}] = {row}",
+                    f"{name}[{at}] += {row}",
+                    f"{name}.index_copy_(0, i[None], {row}[None])",
+                    f"{name}.index_add_(0, i[None], {row}[None])",
+                    f"{name}.index_fill_(0, {places}, 2)",
+                    f"{name}.narrow(0, i, {n}).copy_({rows})",
+                    f"{name}.masked_scatter_({name} > {name}.reshape(-1)[0], {name}.flip(0))",
+                    f"{name}.masked_fill_({name} > {row}, 1)",
+                    # PyTorch's own gradient of these is wrong if they are views of one tensor
+                    *(
+                        []
+                        if self.dtype.is_floating_point
+                        else [
+                            f"torch._foreach_{op}_([{name}[0], {name}[{k}]], [{row}, {row}])"
+                            for op, k in (("add", -1), ("mul", 1))
+                        ]
+                    ),
+                ]
+            )
+        )
 
     def store(self, target: str, value: str) -> None:
-        forms = ["{0}.copy_({1})", "{0}.copy_({1})", "{0}.add_({1})", "{0}.mul_({1})", "{0}.sub_({1})", "{0}[...] = {1}"]
+        forms = [
+            "{0}.copy_({1})",
+            "{0}.copy_({1})",
+            "{0}.add_({1})",
+            "{0}.mul_({1})",
+            "{0}.sub_({1})",
+            "{0}[...] = {1}",
+        ]
         self.line(self.r.choice(forms).format(target, value))
         if self.r.random() < 0.15:
             self.scattered()
@@ -159,18 +251,30 @@ class _Draw:
         if len(shape) < 2 or shape[0] < 2:
             return
         k = self.r.randint(1, shape[0] - 1)
-        self.new(self.r.choice([
-            f"{name}.slice_scatter({name}[:-{k}], 0, {k})", f"{name}.select_scatter({name}[0], 0, {k})",
-            f"{name}.diagonal_scatter({name}.diagonal().flip(-1) * 2)", f"{name}.roll({k}, 0)", f"torch.cat([{name}[:{k}], {name}[:-{k}]])",
-            f"{name}.clone(memory_format=torch.contiguous_format).as_strided_scatter({name}.reshape(-1)[:{k}].clone(), ({k},), (1,), 1)",
-        ]))  # fmt: skip
+        self.new(
+            self.r.choice(
+                [
+                    f"{name}.slice_scatter({name}[:-{k}], 0, {k})",
+                    f"{name}.select_scatter({name}[0], 0, {k})",
+                    f"{name}.diagonal_scatter({name}.diagonal().flip(-1) * 2)",
+                    f"{name}.roll({k}, 0)",
+                    f"torch.cat([{name}[:{k}], {name}[:-{k}]])",
+                    (
+                        f"{name}.clone(memory_format=torch.contiguous_format).as_strided_scatter("
+                        f"{name}.reshape(-1)[:{k}].clone(), ({k},), (1,), 1)"
+                    ),
+                ]
+            )
+        )
 
-    # -- expressions --------------------------------------------------------------------------------------------------------------
+    # -- expressions -------------------------------------------------------------------------------
     def pick(self) -> str:
         return self.r.choice(self.names[-3:])
 
     def alike(self, shape: Sequence[int]) -> str:
-        return self.r.choice([name for name in self.names if tuple(self.shape(name)) == tuple(shape)])
+        return self.r.choice(
+            [name for name in self.names if tuple(self.shape(name)) == tuple(shape)]
+        )
 
     def shape(self, expression: str) -> tuple[int, ...]:
         return tuple(eval(expression, self.scope).shape)
@@ -198,16 +302,28 @@ class _Draw:
         k = self.r.randrange(max(n, 1))
         other = self.r.randrange(len(shape))
         choices = [
-            f"{expression}[{before}{k}:]", f"{expression}[{before}:{max(k, 1)}]", f"{expression}[{before}::2]",
+            f"{expression}[{before}{k}:]",
+            f"{expression}[{before}:{max(k, 1)}]",
+            f"{expression}[{before}::2]",
             f"{expression}[{before}{k}]",
-            f"{expression}.reshape({', '.join(map(str, self.factors(math.prod(shape), self.r.randint(1, 4))))})", f"{expression}.flatten()",
-            f"{expression}.transpose({d}, {other})", f"{expression}.unsqueeze({d})", f"{expression}.squeeze()",
+            (
+                f"{expression}.reshape("
+                f"{', '.join(map(str, self.factors(math.prod(shape), self.r.randint(1, 4))))})"
+            ),
+            f"{expression}.flatten()",
+            f"{expression}.transpose({d}, {other})",
+            f"{expression}.unsqueeze({d})",
+            f"{expression}.squeeze()",
             f"{expression}.movedim(0, -1)",
-        ]  # fmt: skip
+        ]
         if n > 1:
             choices += [f"{expression}.unfold({d}, 2, 2)", f"{expression}.narrow({d}, 1, {n - 1})"]
         if len(shape) > 1:
-            choices += [f"{expression}.diagonal()", f"{expression}.mT", f"{expression}[{k if d == 0 else 0}]"]
+            choices += [
+                f"{expression}.diagonal()",
+                f"{expression}.mT",
+                f"{expression}[{k if d == 0 else 0}]",
+            ]
         return self.r.choice(choices)
 
     def changed(self, expression: str, chance: float = 0.8) -> str:
@@ -215,17 +331,32 @@ class _Draw:
             return expression
         shape = self.shape(expression)
         d = self.r.randrange(len(shape)) if shape else 0
-        choices = [f"({expression} * 2)", f"({expression} + 1)", f"{expression}.abs()", f"(-{expression})", f"{expression}.clone()"]
+        choices = [
+            f"({expression} * 2)",
+            f"({expression} + 1)",
+            f"{expression}.abs()",
+            f"(-{expression})",
+            f"{expression}.clone()",
+        ]
         if shape:
-            choices += [f"{expression}.flip({d})", f"{expression}.roll(1, {d})", f"{expression}.cumsum({d}).to({expression}.dtype)"]
+            choices += [
+                f"{expression}.flip({d})",
+                f"{expression}.roll(1, {d})",
+                f"{expression}.cumsum({d}).to({expression}.dtype)",
+            ]
             choices += [f"{expression}.sum({d}, keepdim=True).to({expression}.dtype)"]
-            choices += [f"({expression} + {expression}.flip({d}))", f"torch.where({expression} > 1, {expression}, {expression}.flip({d}))"]
+            choices += [
+                f"({expression} + {expression}.flip({d}))",
+                f"torch.where({expression} > 1, {expression}, {expression}.flip({d}))",
+            ]
         if self.dtype.is_floating_point:
             choices += [f"{expression}.sin()", f"({expression} * 0.5)", f"{expression}.tanh()"]
         return self.r.choice(choices)
 
     def fitted(self, expression: str, shape: Sequence[int]) -> str:
-        """The expression as a value of this shape, in memory of its own: PyTorch refuses some writes that overlap what they read."""
+        """The expression as a value of this shape, in memory of its own: PyTorch refuses some
+        writes that overlap what they read.
+        """
         mine, n = self.shape(expression), math.prod(shape)
         if mine == tuple(shape):
             return f"{expression}.clone()"

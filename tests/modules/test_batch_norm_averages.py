@@ -1,4 +1,7 @@
-"""BatchNorm(momentum=None), whose running statistics are averages over all batches so far, beside plain PyTorch, in several calls."""
+"""BatchNorm(momentum=None), whose running statistics are averages over all batches so far, beside
+plain PyTorch, in several calls.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -66,7 +69,11 @@ def _in_lanes(layer: nn.Module) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)],
+    ids=["float32", "float64"],
+)
 @pytest.mark.parametrize("wrap", [_called, _under_autograd, _in_a_gradient, _in_lanes])
 def test_every_batch_counts_alike(wrap: Callable[..., Any], dtype: torch.dtype) -> None:
     layer = nn.BatchNorm2d(3, momentum=None, dtype=dtype)
@@ -82,6 +89,10 @@ def test_every_batch_counts_alike(wrap: Callable[..., Any], dtype: torch.dtype) 
 def test_the_number_of_batches_of_a_lane_is_refused_as_by_torch() -> None:
     layer = nn.BatchNorm2d(3, momentum=None)
     for T in (torch.func, torchfunc_jax, torchfunc_jax):
-        with pytest.raises(RuntimeError, match=r"vmap: It looks like you're calling \.item\(\) on a Tensor"):
-            T.vmap(_of_a_lane(layer))({name: b[None] for name, b in layer.named_buffers()}, torch.randn(1, 4, 3, 2, 2))
+        with pytest.raises(
+            RuntimeError, match=r"vmap: It looks like you're calling \.item\(\) on a Tensor"
+        ):
+            T.vmap(_of_a_lane(layer))(
+                {name: b[None] for name, b in layer.named_buffers()}, torch.randn(1, 4, 3, 2, 2)
+            )
     assert layer.num_batches_tracked == 0

@@ -1,4 +1,7 @@
-"""Checkpoints: what is saved is what is loaded, in files of others too; what is at a path, damage, and processes that are killed."""
+"""Checkpoints: what is saved is what is loaded, in files of others too; what is at a path, damage,
+and processes that are killed.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -66,8 +69,22 @@ def stepped(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[
     return optimizer.state_dict()
 
 
-DTYPES = ["bool", *(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)), "float16", "bfloat16", "float32", "float64"]
-DTYPES += ["complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+DTYPES = [
+    "bool",
+    *(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64)),
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+]
+DTYPES += [
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+]
 
 
 def numbers(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -76,7 +93,10 @@ def numbers(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def of_jax() -> dict[str, Any]:
     with jax.enable_x64(True):
-        return {d: {str(s): jnp.asarray(numbers(d, s)) for s in ((2, 3), (), (0, 4), (1,))} for d in DTYPES}
+        return {
+            d: {str(s): jnp.asarray(numbers(d, s)) for s in ((2, 3), (), (0, 4), (1,))}
+            for d in DTYPES
+        }
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -90,29 +110,60 @@ CASES: dict[str, Callable[[], Any]] = {
     "SGD": lambda: stepped(torch.optim.SGD, lr=0.1, momentum=0.9),
     "Adam": lambda: stepped(torch.optim.Adam, betas=(0.8, 0.99), amsgrad=True),
     "everything": lambda: {
-        "model": net().state_dict(), "optimizer": stepped(torch.optim.AdamW), "epoch": 3, "best": 0.1, "config": {"name": "é"},
+        "model": net().state_dict(),
+        "optimizer": stepped(torch.optim.AdamW),
+        "epoch": 3,
+        "best": 0.1,
+        "config": {"name": "é"},
     },
     "dtypes of jax": of_jax,
-    "dtypes of numpy": lambda: {d: [numbers(d, (2, 3)), numbers(d, ()), numbers(d, (3, 0)), numbers(d, (1,))[0]] for d in DTYPES},
+    "dtypes of numpy": lambda: {
+        d: [numbers(d, (2, 3)), numbers(d, ()), numbers(d, (3, 0)), numbers(d, (1,))[0]]
+        for d in DTYPES
+    },
     "dtypes of torch": lambda: {
-        d: [as_tensor(x).clone() for x in (numbers(d, (2, 3)), numbers(d, ()), numbers(d, (3, 0)))] for d in DTYPES
+        d: [as_tensor(x).clone() for x in (numbers(d, (2, 3)), numbers(d, ()), numbers(d, (3, 0)))]
+        for d in DTYPES
     },
     "special values": lambda: {
-        "f": np.array([np.nan, np.inf, -0.0]), "p": [float("inf"), -0.0, float("nan"), 1e-320, complex(0, float("inf"))],
+        "f": np.array([np.nan, np.inf, -0.0]),
+        "p": [float("inf"), -0.0, float("nan"), 1e-320, complex(0, float("inf"))],
     },
     "containers": lambda: Pair(
         [jnp.ones(2, jnp.bfloat16), (np.arange(3),)],
-        {"a/b%c": torch.tensor([True, False]), "no": None, 5: OrderedDict(x=1), "empty": {}, "list": [], "é": "日本\n\"", "": 3},
+        {
+            "a/b%c": torch.tensor([True, False]),
+            "no": None,
+            5: OrderedDict(x=1),
+            "empty": {},
+            "list": [],
+            "é": '日本\n"',
+            "": 3,
+        },
     ),
     "dataclass": lambda: Run(10**30, {"w": torch.ones(2)}),
     "struct of Flax": lambda: Struct(jnp.ones((), int), "static", [jnp.ones(2)]),
-    "Python's": lambda: {"t": True, "i": -7, "f": 0.1, "s": "", "n": None, "c": 1 + 2j, "l": [1, 2.5]},
+    "Python's": lambda: {
+        "t": True,
+        "i": -7,
+        "f": 0.1,
+        "s": "",
+        "n": None,
+        "c": 1 + 2j,
+        "l": [1, 2.5],
+    },
     "alone": lambda: jnp.ones((2, 3)),
     "a number": lambda: 5,
     "torch": lambda: [
-        torch.ones(2, dtype=torch.bfloat16, requires_grad=True), torch.tensor(3), torch.randn(2, 3).t(), torch.ones(1).expand(4),
+        torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor(3),
+        torch.randn(2, 3).t(),
+        torch.ones(1).expand(4),
     ],
-    "keys": lambda: {"key": jax.random.key(3), "several": jax.random.split(jax.random.key(1, impl="rbg"), 3)},
+    "keys": lambda: {
+        "key": jax.random.key(3),
+        "several": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+    },
     "nnx": lambda: nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
     "nothing": dict,
 }
@@ -133,7 +184,9 @@ def same(a: Any, b: Any) -> None:
 
 
 def all_same(a: Any, b: Any) -> None:
-    if isinstance(b, torch.Tensor | jax.Array | np.ndarray | np.generic | str | int | float | complex | None):
+    if isinstance(
+        b, torch.Tensor | jax.Array | np.ndarray | np.generic | str | int | float | complex | None
+    ):
         same(a, b)
     elif isinstance(b, dict | list | tuple):
         assert type(a) is type(b) and len(a) == len(b)
@@ -155,9 +208,21 @@ def test_what_is_saved_is_loaded(name: str, file: str, tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path / file, tree)
     all_same(checkpoints.load(path, like=tree), tree)
     by_name = checkpoints.load(path)
-    assert all(isinstance(x, jax.Array | str | int | float | complex | None) for x in by_name.values())
-    if name in ("containers", "adam of optax", "chain of optax", "dataclass", "struct of Flax", "nnx"):
-        with pytest.raises(checkpoints.CheckpointError, match=r"as_saved: the tree has a .*, which only like can make again"):
+    assert all(
+        isinstance(x, jax.Array | str | int | float | complex | None) for x in by_name.values()
+    )
+    if name in (
+        "containers",
+        "adam of optax",
+        "chain of optax",
+        "dataclass",
+        "struct of Flax",
+        "nnx",
+    ):
+        with pytest.raises(
+            checkpoints.CheckpointError,
+            match=r"as_saved: the tree has a .*, which only like can make again",
+        ):
             checkpoints.load(path, as_saved=True)
     elif name != "torch":  # where a tensor requires grad, which is not saved
         all_same(checkpoints.load(path, as_saved=True), tree)
@@ -174,7 +239,10 @@ def test_a_torch_optimizer_goes_on_where_it_was(tmp_path: Path) -> None:
     made = lambda: (m := nn.Linear(3, 2), torch.optim.Adam(m.parameters(), 0.1))
     model, optimizer = made()
     run(3, optimizer, model)
-    path = checkpoints.save(tmp_path / "a.safetensors", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = checkpoints.save(
+        tmp_path / "a.safetensors",
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+    )
     other, again = made()
     state = checkpoints.load(path, as_saved=True)
     other.load_state_dict(state["model"])
@@ -184,17 +252,24 @@ def test_a_torch_optimizer_goes_on_where_it_was(tmp_path: Path) -> None:
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-# -- files of others ---------------------------------------------------------------------------------------------------------------
+# -- files of others -------------------------------------------------------------------------------
 def test_safetensors_are_read_by_others(tmp_path: Path) -> None:
     model = net()
-    checkpoints.save(tmp_path / "a.safetensors", {**model.state_dict(), "half": torch.ones(2, dtype=torch.float8_e4m3fn), "step": 3})
+    checkpoints.save(
+        tmp_path / "a.safetensors",
+        {**model.state_dict(), "half": torch.ones(2, dtype=torch.float8_e4m3fn), "step": 3},
+    )
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert found.pop("half").dtype == torch.float8_e4m3fn
     torch.testing.assert_close(found, dict(model.state_dict()))
 
 
 def test_safetensors_of_others(tmp_path: Path) -> None:
-    state = {"w": torch.randn(2, 3), "h": torch.ones(2).to(torch.float8_e5m2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    state = {
+        "w": torch.randn(2, 3),
+        "h": torch.ones(2).to(torch.float8_e5m2),
+        "b": torch.ones(2, dtype=torch.bfloat16),
+    }
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
     all_same(checkpoints.load(tmp_path / "a.safetensors", like=state), state)
     assert sorted(checkpoints.load(tmp_path / "a.safetensors")) == ["b", "h", "w"]
@@ -203,10 +278,18 @@ def test_safetensors_of_others(tmp_path: Path) -> None:
 
 
 def of_flax() -> dict[str, Any]:
-    params = {"params": {"Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3, jnp.bfloat16)}}}
+    params = {
+        "params": {"Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3, jnp.bfloat16)}}
+    }
     return {
         "params": params,
-        "nested": {"params": params, "opt": optax.adam(0.1).init(params), "step": 3, "rate": 0.5, "list": [jnp.ones(2), (jnp.zeros(1),)]},
+        "nested": {
+            "params": params,
+            "opt": optax.adam(0.1).init(params),
+            "step": 3,
+            "rate": 0.5,
+            "list": [jnp.ones(2), (jnp.zeros(1),)],
+        },
         "TrainState": TrainState.create(apply_fn=len, params=params, tx=optax.adam(0.1)),
         "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param),
     }
@@ -221,9 +304,15 @@ def test_orbax_checkpoints_of_flax(name: str, writer: str, tmp_path: Path) -> No
     all_same(checkpoints.load(tmp_path / "theirs", like=tree), tree)
     if name == "nested":
         found = checkpoints.load(tmp_path / "theirs")
-        assert found["params.params.Dense_0.bias"].dtype == jnp.bfloat16 and found["step"] == 3 and found["opt.0.count"] == 0
+        assert (
+            found["params.params.Dense_0.bias"].dtype == jnp.bfloat16
+            and found["step"] == 3
+            and found["opt.0.count"] == 0
+        )
         shapes = jax.eval_shape(lambda: {**tree, "list": [jnp.ones(2), (jnp.zeros(1),)]})
-        assert checkpoints.load(tmp_path / "theirs", like=shapes)["params"]["params"]["Dense_0"]["kernel"].shape == (2, 3)
+        assert checkpoints.load(tmp_path / "theirs", like=shapes)["params"]["params"]["Dense_0"][
+            "kernel"
+        ].shape == (2, 3)
 
 
 def test_a_checkpoint_manager(tmp_path: Path) -> None:
@@ -231,29 +320,54 @@ def test_a_checkpoint_manager(tmp_path: Path) -> None:
     with orbax.checkpoint.CheckpointManager(tmp_path / "run") as manager:
         manager.save(10, args=orbax.checkpoint.args.StandardSave(tree))
     all_same(checkpoints.load(tmp_path / "run/10/default", like=tree), tree)
-    with pytest.raises(checkpoints.CheckpointError, match=r"run/10: no checkpoint, but default in it is; give that path"):
+    with pytest.raises(
+        checkpoints.CheckpointError,
+        match=r"run/10: no checkpoint, but default in it is; give that path",
+    ):
         checkpoints.load(tmp_path / "run/10")
 
 
 def test_orbax_reads_ours(tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "a", {"w": jnp.ones((2, 3)), "step": 3})
-    np.testing.assert_array_equal(orbax.checkpoint.PyTreeCheckpointer().restore(tmp_path / "a")["w"], np.ones((2, 3)))
+    np.testing.assert_array_equal(
+        orbax.checkpoint.PyTreeCheckpointer().restore(tmp_path / "a")["w"], np.ones((2, 3))
+    )
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "format", "message"),
     [
-        ("state.safetensor", None, r"the extension of .*state.safetensor' says no format; expected '.safetensors'.*'.orbax' or none"),
+        (
+            "state.safetensor",
+            None,
+            (
+                r"the extension of .*state.safetensor' says no format; expected "
+                r"'.safetensors'.*'.orbax' or none"
+            ),
+        ),
         ("model.pt", None, "says no format"),
         ("v1.5", None, "says no format"),
-        ("state.safetensors", "orbax", "'orbax' was given, but the extension .* says 'safetensors'"),
-        ("state.orbax", "safetensors", "'safetensors' was given, but the extension .* says 'orbax'"),
+        (
+            "state.safetensors",
+            "orbax",
+            "'orbax' was given, but the extension .* says 'safetensors'",
+        ),
+        (
+            "state.orbax",
+            "safetensors",
+            "'safetensors' was given, but the extension .* says 'orbax'",
+        ),
         ("state", "pickle", "expected 'safetensors' or 'orbax', got 'pickle'"),
     ],
 )
-def test_the_extension_says_the_format(name: str, format: str | None, message: str, tmp_path: Path) -> None:
-    for call in (lambda: checkpoints.save(tmp_path / name, {}, format=format), lambda: checkpoints.load(tmp_path / name, format=format)):
+def test_the_extension_says_the_format(
+    name: str, format: str | None, message: str, tmp_path: Path
+) -> None:
+    for call in (
+        lambda: checkpoints.save(tmp_path / name, {}, format=format),
+        lambda: checkpoints.load(tmp_path / name, format=format),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
     assert not any(tmp_path.iterdir())
@@ -262,7 +376,9 @@ def test_the_extension_says_the_format(name: str, format: str | None, message: s
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_a_format_for_another_extension(format: str, tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path / "v1.5", {"a": 1}, format=format)
-    assert path.is_dir() == (format == "orbax") and checkpoints.load(path, format=format) == {"a": 1}
+    assert path.is_dir() == (format == "orbax") and checkpoints.load(path, format=format) == {
+        "a": 1
+    }
 
 
 @pytest.mark.parametrize("file", FORMATS)
@@ -271,8 +387,16 @@ def test_trees_refused(file: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="state"):
         checkpoints.load(path)
     wrong: list[tuple[Any, type[Exception], str]] = [
-        ({"a": [object()]}, TypeError, r"expected arrays, numbers, .* got <class 'object'> at 'a.0'"),
-        ({"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, TypeError, "expected arrays, .* got .*ShapeDtypeStruct'> at 'a'"),
+        (
+            {"a": [object()]},
+            TypeError,
+            r"expected arrays, numbers, .* got <class 'object'> at 'a.0'",
+        ),
+        (
+            {"a": jax.ShapeDtypeStruct((2,), jnp.float32)},
+            TypeError,
+            "expected arrays, .* got .*ShapeDtypeStruct'> at 'a'",
+        ),
         ({"a": [np.array([None])]}, TypeError, r"'a.0' is a numpy array of Python objects"),
         ({"a": torch.ones(2, device="meta")}, TypeError, "'a'"),
         ({"a": torch.ones(2, dtype=torch.complex32)}, TypeError, "'a': .*complex32"),
@@ -284,19 +408,40 @@ def test_trees_refused(file: str, tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             checkpoints.save(path, tree)
     assert not any(tmp_path.iterdir())
-    checkpoints.save(path, {"a": np.array([1.5, 300]), "n": 2**40, "c": np.ones(1) * 1j, "s": "text", "big": np.array(1e10)})
+    checkpoints.save(
+        path,
+        {
+            "a": np.array([1.5, 300]),
+            "n": 2**40,
+            "c": np.ones(1) * 1j,
+            "s": "text",
+            "big": np.array(1e10),
+        },
+    )
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"b": jnp.ones(2)}, r"has \['b'\] that was not saved, and lacks \['a', 'big', 'c', 'n', 's'\] that was"),
+        (
+            {"b": jnp.ones(2)},
+            r"has \['b'\] that was not saved, and lacks \['a', 'big', 'c', 'n', 's'\] that was",
+        ),
         ({"a": jnp.ones(3)}, r"'a' has shape \(3,\), but \(2,\) was saved"),
-        ({"a": torch.ones(2, dtype=torch.int32)}, r"'a': expected int32, got float64 that it cannot hold, 1.5 for one"),
+        (
+            {"a": torch.ones(2, dtype=torch.int32)},
+            r"'a': expected int32, got float64 that it cannot hold, 1.5 for one",
+        ),
         ({"a": 2.0}, r"'a' is a float, but an array of shape \(2,\) was saved"),
-        ({"n": np.zeros((), np.int32)}, r"'n': expected int32, got int64 that it cannot hold, 1099511627776"),
+        (
+            {"n": np.zeros((), np.int32)},
+            r"'n': expected int32, got int64 that it cannot hold, 1099511627776",
+        ),
         ({"n": "text"}, r"'n' is a str, but 1099511627776 was saved"),
         ({"n": True}, r"'n' is a bool, but"),
         ({"s": 1}, "'s' is a int, but 'text' was saved"),
         ({"s": np.zeros(())}, "'s' is an array, but the string 'text' was saved"),
         ({"c": jnp.ones(1)}, r"'c': expected float32, got complex128"),
-        ({"big": torch.ones((), dtype=torch.float16)}, r"'big': expected float16, got float64 that it cannot hold, 10000000000"),
+        (
+            {"big": torch.ones((), dtype=torch.float16)},
+            r"'big': expected float16, got float64 that it cannot hold, 10000000000",
+        ),
     ]
     whole: dict[str, Any] = checkpoints.load(path)
     for change, message in refused:
@@ -306,14 +451,18 @@ def test_trees_refused(file: str, tmp_path: Path) -> None:
         checkpoints.load(path, like=whole, as_saved=True)
 
 
-@pytest.mark.parametrize(("file", "package"), [("state.safetensors", "safetensors.numpy"), ("state", "orbax.checkpoint")])
-def test_without_the_package(file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "package"), [("state.safetensors", "safetensors.numpy"), ("state", "orbax.checkpoint")]
+)
+def test_without_the_package(
+    file: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"pip install 'torchfunc-jax\[checkpoints\]'"):
         checkpoints.save(tmp_path / file, {"a": jnp.ones(2)})
 
 
-# -- what is at the path -----------------------------------------------------------------------------------------------------------
+# -- what is at the path ---------------------------------------------------------------------------
 def project(path: Path) -> None:
     (path / "src").mkdir(parents=True)
     (path / "src/main.py").write_text("print()")
@@ -335,17 +484,31 @@ def damaged(path: Path) -> None:
 
 THERE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a project": (project, "a folder that bridge.checkpoints.save did not write"),
-    "a text": (lambda path: path.write_text("text"), "a file that bridge.checkpoints.save did not write"),
-    "an empty file": (lambda path: path.write_text(""), "a file that bridge.checkpoints.save did not write"),
-    "safetensors of another program": (lambda path: safetensors.numpy.save_file({"a": np.ones(2)}, path), "a file that .* did not write"),
+    "a text": (
+        lambda path: path.write_text("text"),
+        "a file that bridge.checkpoints.save did not write",
+    ),
+    "an empty file": (
+        lambda path: path.write_text(""),
+        "a file that bridge.checkpoints.save did not write",
+    ),
+    "safetensors of another program": (
+        lambda path: safetensors.numpy.save_file({"a": np.ones(2)}, path),
+        "a file that .* did not write",
+    ),
     "a checkpoint of Orbax": (of_orbax, "a folder that .* did not write"),
-    "a checkpoint in whose folder there is something else": (with_a_note, "a checkpoint with other files in its folder, note.txt"),
+    "a checkpoint in whose folder there is something else": (
+        with_a_note,
+        "a checkpoint with other files in its folder, note.txt",
+    ),
     "a damaged checkpoint": (damaged, "a folder whose checkpoint is damaged"),
 }
 
 
 def everything(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()
+    }
 
 
 @pytest.mark.parametrize("file", FORMATS)
@@ -358,13 +521,20 @@ def test_what_others_wrote_is_left_alone(name: str, file: str, tmp_path: Path) -
     make(tmp_path / "made")
     (tmp_path / "made").rename(path)
     before = everything(tmp_path)
-    with pytest.raises(FileExistsError, match=rf"{file} is {whose}, which is left alone; give another path, or overwrite=True"):
+    with pytest.raises(
+        FileExistsError,
+        match=rf"{file} is {whose}, which is left alone; give another path, or overwrite=True",
+    ):
         checkpoints.save(path, {"a": 1})
     assert everything(tmp_path) == before
     with pytest.warns(UserWarning, match=rf"{file} was {whose}; it is now .*{file}.replaced-1"):
         checkpoints.save(path, {"a": 1}, overwrite=True)
     checkpoints.save(path, {"a": 2})
-    kept = {k.replace(f"{file}.replaced-1", file, 1): v for k, v in everything(tmp_path).items() if f"{file}.replaced-1" in k}
+    kept = {
+        k.replace(f"{file}.replaced-1", file, 1): v
+        for k, v in everything(tmp_path).items()
+        if f"{file}.replaced-1" in k
+    }
     assert kept == before and checkpoints.load(path) == {"a": 2}
 
 
@@ -377,14 +547,23 @@ def test_our_own_is_replaced(file: str, tmp_path: Path) -> None:
         assert checkpoints.load(path)[str(i)] == i
         assert os.listdir(tmp_path) == [file]
     (tmp_path / "latest").symlink_to(path)
-    options = {} if path.suffix == "" else {"format": "safetensors" if path.suffix == ".safetensors" else "orbax"}
+    options = (
+        {}
+        if path.suffix == ""
+        else {"format": "safetensors" if path.suffix == ".safetensors" else "orbax"}
+    )
     checkpoints.save(tmp_path / "latest", {"new": 1}, **options)
     assert (tmp_path / "latest").is_symlink() and checkpoints.load(path) == {"new": 1}
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 def whole(n: int) -> dict[str, Any]:
-    return {"w": np.full((40, 5), n, np.float32), "steps": [n, torch.tensor(n)], "name": f"run {n}", "rate": n / 7}
+    return {
+        "w": np.full((40, 5), n, np.float32),
+        "steps": [n, torch.tensor(n)],
+        "name": f"run {n}",
+        "rate": n / 7,
+    }
 
 
 @pytest.mark.parametrize("file", FORMATS[:2])
@@ -421,7 +600,10 @@ def test_truncated_files(file: str, tmp_path: Path) -> None:
                 checkpoints.load(path, whole(0))
         p.unlink()
         if path.is_dir() and p.name != "torchfunc_jax.json":
-            with pytest.raises(checkpoints.CheckpointError, match=rf"{file}: damaged: the file .*{p.name} is missing"):
+            with pytest.raises(
+                checkpoints.CheckpointError,
+                match=rf"{file}: damaged: the file .*{p.name} is missing",
+            ):
                 checkpoints.load(path, whole(0))
         p.write_bytes(before)
 
@@ -430,11 +612,17 @@ def test_truncated_files(file: str, tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_read(file: str, tmp_path: Path) -> None:
     path = tmp_path / file
     path.write_text("text" * 100)
-    with pytest.raises(checkpoints.CheckpointError, match=rf"{file}: (damaged, or no|expected a folder of Orbax.*found a file)"):
+    with pytest.raises(
+        checkpoints.CheckpointError,
+        match=rf"{file}: (damaged, or no|expected a folder of Orbax.*found a file)",
+    ):
         checkpoints.load(path)
     path.unlink()
     project(path)
-    with pytest.raises(checkpoints.CheckpointError, match=rf"{file}: (expected a safetensors file.*found a folder|no Orbax checkpoint)"):
+    with pytest.raises(
+        checkpoints.CheckpointError,
+        match=rf"{file}: (expected a safetensors file.*found a folder|no Orbax checkpoint)",
+    ):
         checkpoints.load(path)
 
 
@@ -442,11 +630,13 @@ def test_damage_in_an_orbax_checkpoint_of_flax_has_a_cause(tmp_path: Path) -> No
     of_orbax(tmp_path / "a")
     for p in checkpoint_files.files(tmp_path / "a/d") or checkpoint_files.files(tmp_path / "a"):
         p.write_bytes(b"\0" * 10)
-    with pytest.raises(checkpoints.CheckpointError, match=r"/a: damaged, or no orbax checkpoint: \w+: .+"):
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"/a: damaged, or no orbax checkpoint: \w+: .+"
+    ):
         checkpoints.load(tmp_path / "a")
 
 
-# -- errors while writing ----------------------------------------------------------------------------------------------------------
+# -- errors while writing --------------------------------------------------------------------------
 WRITE = """
 import resource, signal, sys
 import numpy as np
@@ -465,8 +655,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
     """A limit of the size of files stands for it."""
     paths = [checkpoints.save(tmp_path / file, whole(3)) for file in FORMATS[:2]]
     command = [sys.executable, "-c", WRITE, *map(str, paths)]
-    kept = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # Python cuts compiled modules off at the limit, and reads them the next time
-    out = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=kept).stdout
+    # Python cuts compiled modules off at the limit, and reads them the next time
+    kept = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    out = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=kept
+    ).stdout
     for path, said in zip(paths, out.split("OSError")[1:], strict=True):
         assert path.name in said and "was not written, and what was there is as it was" in said
         all_same(checkpoints.load(path, whole(0)), whole(3))
@@ -475,7 +668,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["rename", "replace", "mkdir", "fsync"])
 @pytest.mark.parametrize("file", FORMATS[:2])
-def test_refusals_of_the_file_system(file: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_of_the_file_system(
+    file: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints.save(tmp_path / file, whole(3))
     real = getattr(os, function)
     for nth in range(3):  # of the calls that concern this folder, that one fails
@@ -510,7 +705,10 @@ def test_a_folder_that_is_read_only(file: str) -> None:
         try:
             if root:
                 os.seteuid(65534)
-            with pytest.raises(PermissionError, match=rf"Permission denied; the checkpoint was not written, .*{file}"):
+            with pytest.raises(
+                PermissionError,
+                match=rf"Permission denied; the checkpoint was not written, .*{file}",
+            ):
                 checkpoints.save(path, whole(4))
         finally:
             if root:
@@ -520,8 +718,9 @@ def test_a_folder_that_is_read_only(file: str) -> None:
         assert os.listdir(folder) == [file]
 
 
-# -- processes that are killed -----------------------------------------------------------------------------------------------------
-# Starts a process of its own for each line that it reads, before JAX has threads, and kills it at a random moment of its saves.
+# -- processes that are killed ---------------------------------------------------------------------
+# Starts a process of its own for each line that it reads, before JAX has threads, and kills it at a
+# random moment of its saves.
 KILLED = """
 import os, random, signal, sys, time
 import numpy as np, torch, orbax.checkpoint, safetensors.numpy
@@ -562,7 +761,13 @@ for line in sys.stdin:
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_while_it_saves(times: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:
         for file in FORMATS[:2]:
             path, n, found = tmp_path / file, 0, []
             for _ in range(times):
@@ -575,7 +780,10 @@ def test_killed_while_it_saves(times: int, tmp_path: Path) -> None:
                     state = checkpoints.load(path, as_saved=True)
                 step = state["steps"][0]
                 assert step in ([n] if finished == "True" else [n - 1, n])
-                assert all((np.asarray(x) == step).all() for x in (*state["steps"], *(v for k, v in state.items() if k != "steps")))
+                assert all(
+                    (np.asarray(x) == step).all()
+                    for x in (*state["steps"], *(v for k, v in state.items() if k != "steps"))
+                )
                 found.append("between" if finished == "True" else "new" if step == n else "old")
             print(file, {kind: found.count(kind) for kind in ("old", "new", "between")})
             checkpoints.save(path, whole(1))
@@ -593,7 +801,10 @@ def test_killed_between_the_two_renames(moment: str, tmp_path: Path) -> None:
         if moment == "after":
             (tmp_path / "new").rename(path)
         else:
-            with pytest.warns(UserWarning, match="ended before it was done; the checkpoint that was there before is loaded"):
+            with pytest.warns(
+                UserWarning,
+                match="ended before it was done; the checkpoint that was there before is loaded",
+            ):
                 all_same(checkpoints.load(path, whole(0)), whole(1))
     if moment != "between":
         all_same(checkpoints.load(path, whole(0)), whole(1))
@@ -627,7 +838,11 @@ def test_threads_that_save_one_checkpoint(tmp_path: Path) -> None:
 def test_reading_while_another_thread_writes(tmp_path: Path) -> None:
     for file in FORMATS[:2]:
         path = checkpoints.save(tmp_path / file, {"w": np.zeros(3)})
-        writer = threading.Thread(target=lambda path=path: [checkpoints.save(path, {"w": np.full(3, n)}) for n in range(1, 15)])
+        writer = threading.Thread(
+            target=lambda path=path: [
+                checkpoints.save(path, {"w": np.full(3, n)}) for n in range(1, 15)
+            ]
+        )
         writer.start()
         seen = []
         while writer.is_alive():

@@ -1,7 +1,10 @@
-"""Every module of PyTorch's own module database, in training and in evaluation: values, gradients, stacked parameters, buffers.
+"""Every module of PyTorch's own module database, in training and in evaluation: values, gradients,
+stacked parameters, buffers.
 
-Compared with the same module called by plain PyTorch and differentiated by torch.autograd, in float64, jitted and not.
+Compared with the same module called by plain PyTorch and differentiated by torch.autograd, in
+float64, jitted and not.
 """
+
 from __future__ import annotations
 
 import copy
@@ -22,12 +25,20 @@ pytestmark = pytest.mark.sweep
 
 DTYPE = torch.float64
 FAST = 1  # inputs a module in `make test`; `make test-all` takes every one of up to
-MOST = 200  # inputs; of more (LinearCrossEntropyLoss has 857, all combinations of its options) it takes each seventh
+# inputs; of more (LinearCrossEntropyLoss has 857, all combinations of its options) it takes each
+# seventh
+MOST = 200
 
 
 def needs_values(module: torch.nn.Module, args: Any, check: str, way: str) -> bool:
-    """Targets put end to end are cut by their lengths: where those are arguments of a jitted function, an error says so."""
-    ends = isinstance(module, torch.nn.CTCLoss) and args[1].dim() == 1 and isinstance(args[3], torch.Tensor)
+    """Targets put end to end are cut by their lengths: where those are arguments of a jitted
+    function, an error says so.
+    """
+    ends = (
+        isinstance(module, torch.nn.CTCLoss)
+        and args[1].dim() == 1
+        and isinstance(args[3], torch.Tensor)
+    )
     return ends and way == "jit" and check == "forward"
 
 
@@ -35,10 +46,14 @@ MODULES = {info.name: info for info in module_db}
 WAYS = {"eager": lambda f: f, "jit": torchfunc_jax.jit}
 
 
-def cases(name: str, training: bool) -> Iterator[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], str]]:
+def cases(
+    name: str, training: bool
+) -> Iterator[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], str]]:
     """Modules made as the database says, with the arguments to call each one with."""
     info = MODULES[name]
-    for given in info.module_inputs_func(info, device="cpu", dtype=DTYPE, requires_grad=False, training=training):
+    for given in info.module_inputs_func(
+        info, device="cpu", dtype=DTYPE, requires_grad=False, training=training
+    ):
         torch.manual_seed(0)
         made = given.constructor_input
         module = info.module_cls(*made.args, **made.kwargs).to(DTYPE).train(training)
@@ -52,7 +67,9 @@ def cases(name: str, training: bool) -> Iterator[tuple[torch.nn.Module, tuple[An
                 m.p = 0.0
         if name.startswith("nn.FractionalMaxPool"):  # the numbers it would draw, given
             n, x = int(name[-2]), args[0]
-            module._random_samples = torch.rand(1 if x.dim() == n + 1 else x.shape[0], x.shape[-n - 1], n, dtype=DTYPE)
+            module._random_samples = torch.rand(
+                1 if x.dim() == n + 1 else x.shape[0], x.shape[-n - 1], n, dtype=DTYPE
+            )
         yield module.requires_grad_(False), args, kwargs, given.desc
 
 
@@ -71,17 +88,31 @@ def call(module: torch.nn.Module) -> Callable[..., Any]:
 
 def scalar(out: Any) -> torch.Tensor:
     """A number that every floating output moves, each element differently."""
-    parts = [o for o in pytree.tree_leaves(out) if isinstance(o, torch.Tensor) and o.is_floating_point()]
-    return sum((o * torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype)[: o.numel()].reshape(o.shape)).sum() for o in parts)
+    parts = [
+        o for o in pytree.tree_leaves(out) if isinstance(o, torch.Tensor) and o.is_floating_point()
+    ]
+    return sum(
+        (
+            o
+            * torch.linspace(0.5, 1.5, max(o.numel(), 1), dtype=o.dtype)[: o.numel()].reshape(
+                o.shape
+            )
+        ).sum()
+        for o in parts
+    )
 
 
 def floating(tree: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [
+        x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()
+    ]
 
 
 def replaced(tree: Any, values: list[torch.Tensor]) -> Any:
     source = iter(values)
-    return pytree.tree_map(lambda x: next(source) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+    return pytree.tree_map(
+        lambda x: next(source) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree
+    )
 
 
 def check_forward(module: Any, args: Any, kwargs: Any, way: Callable[..., Any]) -> None:
@@ -101,9 +132,13 @@ def check_gradient(module: Any, args: Any, kwargs: Any, way: Callable[..., Any])
         leaves = leaves[:1]
     buffers = {k: v.clone() for k, v in module.named_buffers()}
 
-    def value(leaves: list[torch.Tensor], buffers: Any, functional_call: Any = torch.func.functional_call) -> torch.Tensor:
+    def value(
+        leaves: list[torch.Tensor], buffers: Any, functional_call: Any = torch.func.functional_call
+    ) -> torch.Tensor:
         params, given, kwargs = replaced(tree, leaves)
-        return scalar(functional_call(module, (params, buffers), (*given, *args[len(given) :]), kwargs))
+        return scalar(
+            functional_call(module, (params, buffers), (*given, *args[len(given) :]), kwargs)
+        )
 
     active = [x.clone().requires_grad_() for x in leaves]
     out = value(active, {k: v.clone() for k, v in buffers.items()})
@@ -119,9 +154,14 @@ def check_stacked(module: Any, args: Any, kwargs: Any, way: Callable[..., Any]) 
         return
     stacked = {k: torch.stack([m[k] for m in members]) for k in members[0]}
     run = call(module)
-    mapped = torchfunc_jax.vmap(lambda values: floating(run(values, args, kwargs)), randomness="same")
+    mapped = torchfunc_jax.vmap(
+        lambda values: floating(run(values, args, kwargs)), randomness="same"
+    )
     got = way(mapped)(stacked)
-    outs = [floating(torch.func.functional_call(copy.deepcopy(module), m, args, kwargs)) for m in members]
+    outs = [
+        floating(torch.func.functional_call(copy.deepcopy(module), m, args, kwargs))
+        for m in members
+    ]
     same(got, [torch.stack(o) for o in zip(*outs, strict=True)])
     same(stacked, {k: torch.stack([m[k] for m in members]) for k in members[0]})
 
@@ -141,10 +181,17 @@ def run(name: str, training: bool, every: bool) -> None:
                         continue
                     check(module, args, kwargs, way)
                 except Exception as error:
-                    raise AssertionError(f"{name}, input {i} {desc}, {check_name}, {way_name}: {type(error).__name__}: {error}") from error
+                    raise AssertionError(
+                        f"{name}, input {i} {desc}, {check_name}, {way_name}: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
 
 
-SPLIT = [(name, training) for name, info in MODULES.items() for training in ((True, False) if info.train_and_eval_differ else (True,))]
+SPLIT = [
+    (name, training)
+    for name, info in MODULES.items()
+    for training in ((True, False) if info.train_and_eval_differ else (True,))
+]
 
 
 @pytest.mark.thin(10)

@@ -1,4 +1,7 @@
-"""What earlier releases wrote is read: checkpoints, exported programs, ensembles, and training that goes on."""
+"""What earlier releases wrote is read: checkpoints, exported programs, ensembles, and training that
+goes on.
+"""
+
 from __future__ import annotations
 
 import shutil
@@ -23,7 +26,9 @@ def test_this_version_has_files() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(("name", "package"), [("tree.safetensors", "safetensors"), ("tree.orbax", "orbax.checkpoint")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("tree.safetensors", "safetensors"), ("tree.orbax", "orbax.checkpoint")]
+)
 def test_a_checkpoint(version: str, name: str, package: str) -> None:
     pytest.importorskip(package)
     kind = "orbax" if name.endswith("orbax") else None
@@ -35,7 +40,11 @@ def test_a_checkpoint(version: str, name: str, package: str) -> None:
         assert type(x) is type(y) and getattr(x, "dtype", None) == getattr(y, "dtype", None)
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else np.array_equal(x, y)
     by_name = checkpoints.load(path, format=kind)
-    assert np.array_equal(by_name["torch"], expected["torch"]) and by_name["names.1"] is None and by_name["step"] == expected["step"]
+    assert (
+        np.array_equal(by_name["torch"], expected["torch"])
+        and by_name["names.1"] is None
+        and by_name["step"] == expected["step"]
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -46,7 +55,12 @@ def test_an_exported_program(version: str) -> None:
     with np.load(folder / "weights.npz") as weights:
         for batch in (1, 7):
             x = torch.arange(3.0 * batch).reshape(batch, 3) / 8
-            same(torch.from_numpy(np.array(program.call(dict(weights), x.numpy()))), member()(x), rtol=1e-5, atol=1e-6)
+            same(
+                torch.from_numpy(np.array(program.call(dict(weights), x.numpy()))),
+                member()(x),
+                rtol=1e-5,
+                atol=1e-6,
+            )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -69,4 +83,6 @@ def test_training_goes_on(version: str, tmp_path: Path) -> None:
         resumed.fit(data(), epochs=3, batch_size=4, checkpoint=kept)
     assert resumed.position == whole.position == 6
     for name, expected in whole.ensemble.params.items():
-        np.testing.assert_allclose(np.array(resumed.ensemble.params[name]), np.array(expected), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            np.array(resumed.ensemble.params[name]), np.array(expected), rtol=1e-4, atol=1e-6
+        )

@@ -1,4 +1,7 @@
-"""Flax modules in torch: twelve layers there and back, training against optax, modes, keys, buffers, the transforms, errors."""
+"""Flax modules in torch: twelve layers there and back, training against optax, modes, keys,
+buffers, the transforms, errors.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -20,7 +23,10 @@ import torchfunc_jax
 from bridge.flax import NNX, FromLinen, FromNNX, Frozen, Linen
 
 KEY = jax.random.key(0)
-IMAGE, ROWS = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 4)), jnp.float32), jnp.linspace(-1, 1, 20).reshape(5, 4)
+IMAGE, ROWS = (
+    jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 4)), jnp.float32),
+    jnp.linspace(-1, 1, 20).reshape(5, 4),
+)
 CARRY = (jnp.ones((5, 3)), jnp.zeros((5, 3)))
 
 #: By a name: a linen layer and its arguments.
@@ -50,7 +56,10 @@ NNX_LAYERS: dict[str, tuple[Callable[[nnx.Rngs], nnx.Module], tuple[Any, ...]]] 
     "LayerNorm": (lambda rngs: nnx.LayerNorm(4, rngs=rngs), (ROWS,)),
     "GroupNorm": (lambda rngs: nnx.GroupNorm(4, 2, rngs=rngs), (IMAGE,)),
     "Embed": (lambda rngs: nnx.Embed(7, 3, rngs=rngs), (jnp.array([1, 6, 0]),)),
-    "MultiHeadAttention": (lambda rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs), (ROWS[None],)),
+    "MultiHeadAttention": (
+        lambda rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs),
+        (ROWS[None],),
+    ),
     "LSTMCell": (lambda rngs: nnx.LSTMCell(4, 3, rngs=rngs), (CARRY, ROWS)),
     "GRUCell": (lambda rngs: nnx.GRUCell(4, 3, rngs=rngs), (CARRY[0], ROWS)),
     "Dropout": (lambda rngs: nnx.Dropout(0.5, rngs=rngs), (ROWS,)),
@@ -69,14 +78,18 @@ def identical(a: Any, b: Any) -> None:
 
 
 def modes_of(module: linen.Module) -> dict[str, bool]:
-    return {"BatchNorm": {"use_running_average": True}, "Dropout": {"deterministic": True}}.get(type(module).__name__, {})
+    return {"BatchNorm": {"use_running_average": True}, "Dropout": {"deterministic": True}}.get(
+        type(module).__name__, {}
+    )
 
 
-# -- there and back ----------------------------------------------------------------------------------------------------------------
+# -- there and back --------------------------------------------------------------------------------
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layers(name: str) -> None:
-    """Bit by bit the same variables, also after state_dict; the same outputs; gradients of every parameter as JAX's."""
+    """Bit by bit the same variables, also after state_dict; the same outputs; gradients of every
+    parameter as JAX's.
+    """
     module, args = LINEN[name]
     variables = module.init(KEY, *args, **modes_of(module))
     model = FromLinen(module, variables).eval()
@@ -87,15 +100,25 @@ def test_linen_layers(name: str) -> None:
     run = lambda v: module.apply(v, *args, **modes_of(module))
     out = model(*to_torch(args))
     same(out, to_torch(run(variables)), rtol=1e-5, atol=1e-6)
-    grads = jax.grad(lambda p: sum((x**2).sum() for x in jax.tree.leaves(run({**variables, "params": p}))))(variables.get("params", {}))
+    grads = jax.grad(
+        lambda p: sum((x**2).sum() for x in jax.tree.leaves(run({**variables, "params": p})))
+    )(variables.get("params", {}))
     if any(p.requires_grad for p in model.parameters()):
         sum((x**2).sum() for x in jax.tree.leaves(out)).backward()
     for path, g in jax.tree.leaves_with_path(grads):
         p = model.get_parameter(".".join(k.key for k in path))
-        same(p.grad, bridge.to_torch(g), rtol=2e-2 if p.dtype is torch.bfloat16 else 1e-4, atol=1e-5)
+        same(
+            p.grad, bridge.to_torch(g), rtol=2e-2 if p.dtype is torch.bfloat16 else 1e-4, atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("name", [n if n in ("Linear", "BatchNorm") else pytest.param(n, marks=pytest.mark.slow) for n in NNX_LAYERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("Linear", "BatchNorm") else pytest.param(n, marks=pytest.mark.slow)
+        for n in NNX_LAYERS
+    ],
+)
 def test_nnx_layers(name: str) -> None:
     make, args = NNX_LAYERS[name]
     module = make(nnx.Rngs(0))
@@ -112,18 +135,24 @@ def test_nnx_layers(name: str) -> None:
 
 
 def test_torch_in_flax_in_torch() -> None:
-    """A torch module as a Flax module as a torch module again: parameters, frozen parameters and buffers keep their kinds."""
+    """A torch module as a Flax module as a torch module again: parameters, frozen parameters and
+    buffers keep their kinds.
+    """
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     net[0].bias.requires_grad_(False)
     x = bridge.to_torch(ROWS)
     for model in (FromLinen(Linen(net), Linen(net).init(KEY, ROWS)), FromNNX(NNX(net))):
         kinds = {p.requires_grad for name, p in model.named_parameters() if name.endswith("0_bias")}
-        assert kinds == {False} and sum(p.requires_grad for p in model.parameters()) == 3 and len(list(model.buffers())) == 3
+        assert (
+            kinds == {False}
+            and sum(p.requires_grad for p in model.parameters()) == 3
+            and len(list(model.buffers())) == 3
+        )
         same(model.eval()(x), net.eval()(x), rtol=1e-5, atol=1e-6)
     assert isinstance(nnx.state(model.save_to(), Frozen)["frozen"]["0.bias"], Frozen)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 class MLP(linen.Module):
     rate: float = 0.5
 
@@ -137,7 +166,11 @@ class MLP(linen.Module):
 
 class Twin(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first, self.norm, self.last = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+        self.first, self.norm, self.last = (
+            nnx.Linear(4, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Linear(8, 2, rngs=rngs),
+        )
         self.drop = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -155,7 +188,9 @@ def _by_optax(module: MLP, variables: Any, steps: int) -> tuple[list[float], Any
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def loss(params: Any, stats: Any) -> Any:
-        out, after = module.apply({"params": params, "batch_stats": stats}, ROWS, train=True, mutable=["batch_stats"])
+        out, after = module.apply(
+            {"params": params, "batch_stats": stats}, ROWS, train=True, mutable=["batch_stats"]
+        )
         return ((out - jnp.asarray(TARGET)) ** 2).mean(), after["batch_stats"]
 
     params, stats, losses = variables["params"], variables["batch_stats"], []
@@ -182,13 +217,24 @@ def _by_torch_optim(model: FromLinen, steps: int, run: Callable[..., Any]) -> li
 def _by_our_jit(model: FromLinen, steps: int) -> list[float]:
     def loss(params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> Any:
         buffers = {name: b.clone() for name, b in buffers.items()}
-        return (torch.func.functional_call(model, (params, buffers), (X,)) - TARGET).square().mean(), buffers
+        return (
+            torch.func.functional_call(model, (params, buffers), (X,)) - TARGET
+        ).square().mean(), buffers
 
     @torchfunc_jax.jit
-    def step(params: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], momentum: dict[str, torch.Tensor]) -> Any:
+    def step(
+        params: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        momentum: dict[str, torch.Tensor],
+    ) -> Any:
         grads, (value, buffers) = torchfunc_jax.grad_and_value(loss, has_aux=True)(params, buffers)
         momentum = {name: 0.9 * m + grads[name] for name, m in momentum.items()}
-        return {name: p - 0.1 * momentum[name] for name, p in params.items()}, buffers, momentum, value
+        return (
+            {name: p - 0.1 * momentum[name] for name, p in params.items()},
+            buffers,
+            momentum,
+            value,
+        )
 
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -200,14 +246,23 @@ def _by_our_jit(model: FromLinen, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["torch.optim", pytest.param("torch.optim and our jit", marks=pytest.mark.slow), "our jit alone"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "torch.optim",
+        pytest.param("torch.optim and our jit", marks=pytest.mark.slow),
+        "our jit alone",
+    ],
+)
 def test_training_gives_the_losses_of_optax(how: str) -> None:
     model = mlp(0.0)
     losses, variables = _by_optax(MLP(0.0), model.variables(), 10)
     if how == "our jit alone":
         found = _by_our_jit(model, 10)
     else:
-        found = _by_torch_optim(model, 10, model if how == "torch.optim" else torchfunc_jax.jit(model))
+        found = _by_torch_optim(
+            model, 10, model if how == "torch.optim" else torchfunc_jax.jit(model)
+        )
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(model.variables()), jax.tree.leaves(variables), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -217,13 +272,13 @@ def test_training_gives_the_losses_of_optax(how: str) -> None:
 SLOW_NNX = pytest.param(lambda: FromNNX(Twin(nnx.Rngs(0))), marks=pytest.mark.slow)
 
 
-# -- modes, keys, buffers ----------------------------------------------------------------------------------------------------------
+# -- modes, keys, buffers --------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [mlp, lambda: FromNNX(Twin(nnx.Rngs(0)))], ids=["linen", "nnx"])
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_modes_and_keys(make: Callable[[], Any], jit: bool) -> None:
     model = make()
     run = torchfunc_jax.jit(model) if jit else model
-    (name, mean), = [(name, b) for name, b in model.named_buffers() if name.endswith("mean")]
+    ((name, mean),) = [(name, b) for name, b in model.named_buffers() if name.endswith("mean")]
     before = mean.clone()
     torch.manual_seed(1)
     first, second = run(X), run(X)
@@ -232,7 +287,11 @@ def test_modes_and_keys(make: Callable[[], Any], jit: bool) -> None:
     assert not torch.equal(mean, before) and model.state_dict()[name].data_ptr() == mean.data_ptr()
     model.eval()
     before, state = mean.clone(), torch.get_rng_state()
-    assert torch.equal(run(X), run(X)) and torch.equal(mean, before) and torch.equal(torch.get_rng_state(), state)
+    assert (
+        torch.equal(run(X), run(X))
+        and torch.equal(mean, before)
+        and torch.equal(torch.get_rng_state(), state)
+    )
     assert model(X).requires_grad and model.train().training
 
 
@@ -240,8 +299,15 @@ def test_a_mode_that_the_caller_passes() -> None:
     model = mlp()
     same(model(X, train=False), model.eval()(X))
     same(model(X, False), model(X))
-    same(FromLinen(linen.BatchNorm(use_running_average=True), linen.BatchNorm().init(KEY, ROWS, use_running_average=True))(X), X,
-         rtol=1e-4, atol=1e-4)  # fmt: skip
+    same(
+        FromLinen(
+            linen.BatchNorm(use_running_average=True),
+            linen.BatchNorm().init(KEY, ROWS, use_running_average=True),
+        )(X),
+        X,
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 class Counter(linen.Module):
@@ -264,10 +330,12 @@ def test_collections_that_are_mutable() -> None:
     assert FromLinen(Counter(), {}, method="twice")(X).equal(2 * X)
 
 
-# -- with torch and with our transforms ----------------------------------------------------------------------------------------------
+# -- with torch and with our transforms ------------------------------------------------------------
 @pytest.mark.parametrize("make", [mlp, SLOW_NNX], ids=["linen", "nnx"])
 def test_transforms(make: Callable[[], Any]) -> None:
-    """Gradients for each sample, un-jitted, jitted and by torch.func, against torch's autograd; an ensemble against its members."""
+    """Gradients for each sample, un-jitted, jitted and by torch.func, against torch's autograd; an
+    ensemble against its members.
+    """
     model = make().eval()
     params = {name: p.detach() for name, p in model.named_parameters()}
     loss = lambda p, x: torch.func.functional_call(model, p, (x[None],)).square().sum()
@@ -279,13 +347,20 @@ def test_transforms(make: Callable[[], Any]) -> None:
     expected = {name: torch.stack([row[name] for row in rows]) for name in params}
     for space in (torch.func, torchfunc_jax):
         same(space.vmap(space.grad(loss), (None, 0))(params, X), expected, rtol=1e-4, atol=1e-5)
-    same(torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(loss), (None, 0)))(params, X), expected, rtol=1e-4, atol=1e-5)
+    same(
+        torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(loss), (None, 0)))(params, X),
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
+    )
     members = [make().eval() for _ in range(2)]
     with torch.no_grad():
         for p in members[1].parameters():
             p.add_(1)
     stacked, buffers = torchfunc_jax.stack_module_state(members)
-    outs = torchfunc_jax.vmap(lambda p, b: torch.func.functional_call(model, (p, b), (X,)))(stacked, buffers)
+    outs = torchfunc_jax.vmap(lambda p, b: torch.func.functional_call(model, (p, b), (X,)))(
+        stacked, buffers
+    )
     same(outs, torch.stack([m(X) for m in members]), rtol=1e-5, atol=1e-5)
 
 
@@ -308,11 +383,31 @@ def test_flax_values_are_copied() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "nnx for linen": (lambda: FromLinen(nnx.PReLU(0.1), {}), TypeError, "module: expected a flax.linen.Module, got .*FromNNX takes"),
-    "linen for nnx": (lambda: FromNNX(linen.PReLU()), TypeError, "module: expected a flax.nnx.Module, got .*FromLinen takes"),
-    "no collections": (lambda: FromLinen(linen.Dense(2), {"kernel": ROWS}), TypeError, "variables: expected a dict of collections"),
-    "a missing variable": (lambda: FromLinen(linen.Dense(2), {"params": {}})(X), Exception, "(?i)kernel"),
-    "another shape": (lambda: FromLinen(linen.Dense(2), linen.Dense(3).init(KEY, ROWS))(X), Exception, "(?i)shape"),
+    "nnx for linen": (
+        lambda: FromLinen(nnx.PReLU(0.1), {}),
+        TypeError,
+        "module: expected a flax.linen.Module, got .*FromNNX takes",
+    ),
+    "linen for nnx": (
+        lambda: FromNNX(linen.PReLU()),
+        TypeError,
+        "module: expected a flax.nnx.Module, got .*FromLinen takes",
+    ),
+    "no collections": (
+        lambda: FromLinen(linen.Dense(2), {"kernel": ROWS}),
+        TypeError,
+        "variables: expected a dict of collections",
+    ),
+    "a missing variable": (
+        lambda: FromLinen(linen.Dense(2), {"params": {}})(X),
+        Exception,
+        "(?i)kernel",
+    ),
+    "another shape": (
+        lambda: FromLinen(linen.Dense(2), linen.Dense(3).init(KEY, ROWS))(X),
+        Exception,
+        "(?i)shape",
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Models of the transformers library under jit, if it is installed: docs/hugging_face.py has all architectures."""
+"""Models of the transformers library under jit, if it is installed: docs/hugging_face.py has all
+architectures.
+"""
+
 from __future__ import annotations
 
 import importlib.util
@@ -22,7 +25,9 @@ def table() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt2", "bert", "t5", "vit", "convnext"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mixtral", "gpt2", "bert", "t5", "vit", "convnext"]
+)
 def test_outputs_and_gradients(table: ModuleType, architecture: str) -> None:
     row = table.row_of(architecture)
     assert row.right, row

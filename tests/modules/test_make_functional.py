@@ -1,4 +1,7 @@
-"""The functorch family against functorch's own: the same tensors, names, values, gradients and errors; tied weights; ensembles."""
+"""The functorch family against functorch's own: the same tensors, names, values, gradients and
+errors; tied weights; ensembles.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -22,7 +25,8 @@ from torch._functorch import make_functional as theirs
 import torchfunc_jax
 from torchfunc_jax.functional_call import construct_stacked_leaf
 
-ours = importlib.import_module("torchfunc_jax.make_functional")  # as an attribute, the function of that name hides the module
+# as an attribute, the function of that name hides the module
+ours = importlib.import_module("torchfunc_jax.make_functional")
 
 
 class Tied(nn.Module):
@@ -83,7 +87,10 @@ def test_make_functional(make: Callable[[], nn.Module], disable: bool) -> None:
 
     if params:
         close(loss(torchfunc_jax, func)(params), loss(torch.func, their_func)(their_params))
-        close(torchfunc_jax.jit(loss(torchfunc_jax, func))(params), loss(torch.func, their_func)(their_params))
+        close(
+            torchfunc_jax.jit(loss(torchfunc_jax, func))(params),
+            loss(torch.func, their_func)(their_params),
+        )
         close(loss(torchfunc_jax, their_func)(params), loss(torch.func, their_func)(their_params))
 
 
@@ -102,20 +109,32 @@ def test_make_functional_with_buffers(make: Callable[[], nn.Module]) -> None:
     def gradient(api: Any, func: Any) -> Callable[..., Any]:
         return api.grad(lambda params, buffers: func(params, buffers, X).square().sum())
 
-    close(gradient(torchfunc_jax, func)(params, buffers), gradient(torch.func, their_func)(their_params, their_buffers))
+    close(
+        gradient(torchfunc_jax, func)(params, buffers),
+        gradient(torch.func, their_func)(their_params, their_buffers),
+    )
     close(buffers, their_buffers)
-    close(torchfunc_jax.jit(gradient(torchfunc_jax, func))(params, buffers), gradient(torch.func, their_func)(their_params, their_buffers))
+    close(
+        torchfunc_jax.jit(gradient(torchfunc_jax, func))(params, buffers),
+        gradient(torch.func, their_func)(their_params, their_buffers),
+    )
     close(buffers, their_buffers)
 
 
 def test_tied_weights_are_one_parameter_and_all_aliases_are_set() -> None:
     func, _, _ = ours.make_functional_with_buffers(Tied())
-    assert func.param_names == ("first.weight", "first.bias", "second.bias") and func.buffer_names == ("scale",)
+    assert func.param_names == (
+        "first.weight",
+        "first.bias",
+        "second.bias",
+    ) and func.buffer_names == ("scale",)
     new, scale = torch.eye(3), torch.ones(3)
     expected = (X @ new).tanh() @ new + 1
     close(func((new, torch.zeros(3), torch.zeros(3)), (scale,), X), expected)
     seen = func.stateless_model
-    assert seen.second.weight is seen.first.weight and seen.again is seen.scale and seen.scale.is_meta
+    assert (
+        seen.second.weight is seen.first.weight and seen.again is seen.scale and seen.scale.is_meta
+    )
 
 
 def test_regular_autograd_goes_through() -> None:
@@ -144,7 +163,12 @@ def test_functional_modules_can_be_copied_and_pickled() -> None:
 
 def test_a_failed_call_leaves_the_module_without_state() -> None:
     func, params = ours.make_functional(mlp())
-    for wrong in (params[:2], (*params, params[0]), (params[0], "no tensor", *params[2:]), [p[:1] for p in params]):
+    for wrong in (
+        params[:2],
+        (*params, params[0]),
+        (params[0], "no tensor", *params[2:]),
+        [p[:1] for p in params],
+    ):
         with pytest.raises((RuntimeError, TypeError)):
             func(wrong, X)
         assert all(p.is_meta for p in func.stateless_model.parameters())
@@ -161,7 +185,7 @@ def test_the_model_is_not_kept_alive() -> None:
     assert [r() for r in gone] == [None, None]
 
 
-# -- the first versions ------------------------------------------------------------------------------------------------------------
+# -- the first versions ----------------------------------------------------------------------------
 def test_make_functional_deprecated_v1() -> None:
     model = mlp()
     their_model = copy.deepcopy(model)
@@ -180,7 +204,9 @@ def test_make_functional_deprecated_v1() -> None:
 def test_make_functional_with_buffers_deprecated_v1() -> None:
     model = norm()
     their_model = copy.deepcopy(model)
-    weights, buffers, func, names, buffer_names = ours.make_functional_with_buffers_deprecated_v1(model)
+    weights, buffers, func, names, buffer_names = ours.make_functional_with_buffers_deprecated_v1(
+        model
+    )
     theirs_ = theirs.make_functional_with_buffers_deprecated_v1(their_model)
     assert (names, buffer_names) == theirs_[3:]
     close(func(weights, buffers, (X,)), theirs_[2](theirs_[0], theirs_[1], (X,)))
@@ -198,7 +224,7 @@ def test_the_first_version_too_sets_all_aliases() -> None:
     close(func(weights, (X,)), expected)
 
 
-# -- a module's tensors out and in -------------------------------------------------------------------------------------------------
+# -- a module's tensors out and in -----------------------------------------------------------------
 def test_extract_and_load() -> None:
     model, their_model = Tied(), Tied()
     their_model.load_state_dict(model.state_dict())
@@ -209,7 +235,11 @@ def test_extract_and_load() -> None:
     close(params, their_params)
     buffers, buffer_names, buffer_map = ours.extract_buffers(model)
     assert theirs.extract_buffers(their_model)[1:] == (buffer_names, buffer_map)
-    assert model.second.weight is model.first.weight and model.second.weight.is_meta and model.again is model.scale
+    assert (
+        model.second.weight is model.first.weight
+        and model.second.weight.is_meta
+        and model.again is model.scale
+    )
     ours.load_weights(model, [*names, "second.weight"], [*params, params[0]], as_params=True)
     ours.load_buffers(model, [*buffer_names, "again"], [*buffers, buffers[0]])
     close(model(X), expected)
@@ -220,16 +250,27 @@ def test_extract_and_load() -> None:
 
 def test_create_names_map() -> None:
     a, b = torch.ones(1), torch.ones(1)
-    for arguments in (({"A": a, "B": b}, {"A": a, "B": b, "C": b}), ([("B", b)], [("X", b), ("B", b)]), ({}, {})):
+    for arguments in (
+        ({"A": a, "B": b}, {"A": a, "B": b, "C": b}),
+        ([("B", b)], [("X", b), ("B", b)]),
+        ({}, {}),
+    ):
         assert ours.create_names_map(*arguments) == theirs.create_names_map(*arguments)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_construct_stacked_leaf(requires_grad: bool) -> None:
     tensors = [torch.full((2,), float(i), requires_grad=requires_grad) for i in range(3)]
-    mine, other = construct_stacked_leaf(tensors, "w"), their_calls.construct_stacked_leaf(tuple(tensors), "w")
+    mine, other = (
+        construct_stacked_leaf(tensors, "w"),
+        their_calls.construct_stacked_leaf(tuple(tensors), "w"),
+    )
     close(mine, other)
-    assert mine.is_leaf and other.is_leaf and mine.requires_grad == other.requires_grad == requires_grad
+    assert (
+        mine.is_leaf
+        and other.is_leaf
+        and mine.requires_grad == other.requires_grad == requires_grad
+    )
 
 
 def test_transpose_stack() -> None:
@@ -237,7 +278,7 @@ def test_transpose_stack() -> None:
     close(ours.transpose_stack(rows), theirs.transpose_stack(rows))
 
 
-# -- ensembles ---------------------------------------------------------------------------------------------------------------------
+# -- ensembles -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [mlp, norm, Tied])
 def test_combine_state_for_ensemble(make: Callable[[], nn.Module]) -> None:
     models = [make() for _ in range(3)]
@@ -258,10 +299,15 @@ def test_functional_init(shape: tuple[int, ...]) -> None:
         torch.manual_seed(1)
         found.append(api.functional_init(nn.Linear, shape, device="cpu")(3, 2, bias=True))
     (weights, func, names), (their_weights, their_func, their_names) = found
-    assert names == their_names and [w.requires_grad for w in weights] == [w.requires_grad for w in their_weights]
+    assert names == their_names and [w.requires_grad for w in weights] == [
+        w.requires_grad for w in their_weights
+    ]
     close(weights, their_weights)
     if shape:
-        mapped, their_mapped = torchfunc_jax.vmap(func, (0, None)), torch.func.vmap(their_func, (0, None))
+        mapped, their_mapped = (
+            torchfunc_jax.vmap(func, (0, None)),
+            torch.func.vmap(their_func, (0, None)),
+        )
     else:
         mapped, their_mapped = func, their_func
     close(mapped(weights, (X,)), their_mapped(their_weights, (X,)))
@@ -283,28 +329,53 @@ def test_functional_init_with_buffers() -> None:
     expected = torch.func.vmap(other[2], (0, 0, None))(other[0], other[1], (X,))
     close(torchfunc_jax.vmap(mine[2], (0, 0, None))(mine[0], mine[1], (X,)), expected)
     close(mine[1], other[1])
-    assert len(ours.functional_init_with_buffers(nn.Linear)(3, 2)) == len(theirs.functional_init_with_buffers(nn.Linear)(3, 2)) == 3
+    assert (
+        len(ours.functional_init_with_buffers(nn.Linear)(3, 2))
+        == len(theirs.functional_init_with_buffers(nn.Linear)(3, 2))
+        == 3
+    )
 
 
-# -- errors: the same class and, in the main, the same words -----------------------------------------------------------------------
+# -- errors: the same class and, in the main, the same words ---------------------------------------
 def _modes() -> list[nn.Module]:
     return [mlp(), mlp().eval()]
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "buffers": (lambda api: api.make_functional(norm()), "make_functional_with_buffers"),
-    "buffers, first version": (lambda api: api.make_functional_deprecated_v1(norm()), "make_functional_with_buffers_deprecated_v1"),
+    "buffers, first version": (
+        lambda api: api.make_functional_deprecated_v1(norm()),
+        "make_functional_with_buffers_deprecated_v1",
+    ),
     "tying": (lambda api: api.raise_parameter_tying_error(), "parameter tying"),
     "no models": (lambda api: api.combine_state_for_ensemble([]), "at least one model"),
     "classes": (lambda api: api.combine_state_for_ensemble([mlp(), nn.Linear(3, 2)]), "same class"),
     "modes": (lambda api: api.combine_state_for_ensemble(_modes()), "training/eval mode"),
-    "two dimensions": (lambda api: api.functional_init(nn.Linear, (2, 2))(3, 2), "more than 1 element"),
-    "two dimensions, buffers": (lambda api: api.functional_init_with_buffers(nn.Linear, (2, 2))(3, 2), "more than 1 element"),
+    "two dimensions": (
+        lambda api: api.functional_init(nn.Linear, (2, 2))(3, 2),
+        "more than 1 element",
+    ),
+    "two dimensions, buffers": (
+        lambda api: api.functional_init_with_buffers(nn.Linear, (2, 2))(3, 2),
+        "more than 1 element",
+    ),
     "nobody": (lambda api: api.functional_init(nn.Linear, (0,))(3, 2), "should be > 0"),
-    "nobody, buffers": (lambda api: api.functional_init_with_buffers(nn.Linear, (0,))(3, 2), "should be > 0"),
-    "init of a class with buffers": (lambda api: api.functional_init(nn.BatchNorm1d, (2,))(3), "has buffers"),
-    "init with buffers, one": (lambda api: api.functional_init_with_buffers(nn.BatchNorm1d)(3), "has buffers"),
-    "weight names": (lambda api: api.load_state(mlp(), [torch.ones(1)], ["0.weight", "0.bias"]), "1"),
+    "nobody, buffers": (
+        lambda api: api.functional_init_with_buffers(nn.Linear, (0,))(3, 2),
+        "should be > 0",
+    ),
+    "init of a class with buffers": (
+        lambda api: api.functional_init(nn.BatchNorm1d, (2,))(3),
+        "has buffers",
+    ),
+    "init with buffers, one": (
+        lambda api: api.functional_init_with_buffers(nn.BatchNorm1d)(3),
+        "has buffers",
+    ),
+    "weight names": (
+        lambda api: api.load_state(mlp(), [torch.ones(1)], ["0.weight", "0.bias"]),
+        "1",
+    ),
     "buffer names": (lambda api: api.load_state(mlp(), [], [], [torch.ones(1)], []), "0"),
     "names": (lambda api: api.load_weights(mlp(), ["0.weight"], []), "names"),
     "no such submodule": (lambda api: api.load_weights(mlp(), ["9.weight"], [torch.ones(1)]), "9"),
@@ -326,13 +397,18 @@ def test_errors(name: str) -> None:
 def test_requires_grad_must_agree() -> None:
     tensors = (torch.ones(1), torch.ones(1, requires_grad=True))
     for stack in (construct_stacked_leaf, their_calls.construct_stacked_leaf):
-        with pytest.raises(RuntimeError, match=r"w from each model to have the same .requires_grad"):
+        with pytest.raises(
+            RuntimeError, match=r"w from each model to have the same .requires_grad"
+        ):
             stack(tensors, "w")
 
 
-# -- the rest of torch.func's module utilities -------------------------------------------------------------------------------------
+# -- the rest of torch.func's module utilities -----------------------------------------------------
 def test_replace_all_batch_norm_modules_() -> None:
-    mine, other = (nn.Sequential(nn.Conv1d(2, 2, 1), nn.Sequential(nn.BatchNorm1d(2)), nn.InstanceNorm1d(2)) for _ in range(2))
+    mine, other = (
+        nn.Sequential(nn.Conv1d(2, 2, 1), nn.Sequential(nn.BatchNorm1d(2)), nn.InstanceNorm1d(2))
+        for _ in range(2)
+    )
     other.load_state_dict(mine.state_dict())
     x = torch.randn(4, 2, 5)
     assert torchfunc_jax.replace_all_batch_norm_modules_(mine) is mine
@@ -351,8 +427,11 @@ def test_replace_all_batch_norm_modules_() -> None:
 
 
 PATTERNS = [
-    ("a b c -> c (b a)", {}), ("(a d) ... -> ... a d", {"d": 2}), ("a b c -> (a b c) 1", {}),
-    ("a (b e) c -> e a b c", {"e": 3}), ("... -> ...", {}),
+    ("a b c -> c (b a)", {}),
+    ("(a d) ... -> ... a d", {"d": 2}),
+    ("a b c -> (a b c) 1", {}),
+    ("a (b e) c -> e a b c", {"e": 3}),
+    ("... -> ...", {}),
 ]
 
 
@@ -363,4 +442,7 @@ def test_rearrange(pattern: str, sizes: dict[str, int]) -> None:
     expected = torch.vmap(fn)(x)
     close(torchfunc_jax.vmap(fn)(x), expected)
     close(torchfunc_jax.jit(torchfunc_jax.vmap(fn))(x), expected)
-    close(torchfunc_jax.grad(lambda x: fn(x).sum())(x[0]), torch.func.grad(lambda x: fn(x).sum())(x[0]))
+    close(
+        torchfunc_jax.grad(lambda x: fn(x).sum())(x[0]),
+        torch.func.grad(lambda x: fn(x).sum())(x[0]),
+    )

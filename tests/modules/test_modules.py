@@ -1,4 +1,5 @@
 """nn.Module <-> JAX: states out and in, modules as functions, and added lowerings."""
+
 from __future__ import annotations
 
 import copy
@@ -19,11 +20,14 @@ import bridge
 import torchfunc_jax
 
 
-# -- states ------------------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [net, tied, nn.Tanh])
 def test_params_and_buffers(make: Callable[[], nn.Module]) -> None:
     model = make()
-    for state, expected in ((bridge.params(model), model.named_parameters()), (bridge.buffers(model), model.named_buffers())):
+    for state, expected in (
+        (bridge.params(model), model.named_parameters()),
+        (bridge.buffers(model), model.named_buffers()),
+    ):
         expected = dict(expected)
         assert list(state) == list(expected)
         for name, array in state.items():
@@ -31,13 +35,34 @@ def test_params_and_buffers(make: Callable[[], nn.Module]) -> None:
             close(array, expected[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+    ],
+)
 @pytest.mark.parametrize(
     "take",
-    [lambda t: t, lambda t: t.T, lambda t: t[::2], lambda t: t[0, 1:], lambda t: t[0, 0], lambda t: t[:0], torch.conj],
+    [
+        lambda t: t,
+        lambda t: t.T,
+        lambda t: t[::2],
+        lambda t: t[0, 1:],
+        lambda t: t[0, 0],
+        lambda t: t[:0],
+        torch.conj,
+    ],
     ids=["whole", "transposed", "every other row", "unaligned", "number", "empty", "conj"],
-)  # fmt: skip
-def test_params_share_no_memory_with_the_module(take: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+)
+def test_params_share_no_memory_with_the_module(
+    take: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
     model = nn.Module()
     model.register_buffer("state", take(torch.ones(64, 64).to(dtype)))
     if dtype.is_floating_point or dtype.is_complex:
@@ -53,9 +78,15 @@ def test_params_share_no_memory_with_the_module(take: Callable[[torch.Tensor], t
 
 def test_64_bit_types_follow_the_configuration() -> None:
     model = nn.BatchNorm1d(2).double()
-    assert bridge.params(model)["weight"].dtype == jnp.float32 and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int32
+    assert (
+        bridge.params(model)["weight"].dtype == jnp.float32
+        and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int32
+    )
     with jax.enable_x64(True):
-        assert bridge.params(model)["weight"].dtype == jnp.float64 and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int64
+        assert (
+            bridge.params(model)["weight"].dtype == jnp.float64
+            and bridge.buffers(model)["num_batches_tracked"].dtype == jnp.int64
+        )
 
 
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray, lambda a: torch.tensor(np.array(a))])
@@ -65,7 +96,9 @@ def test_load_writes_into_the_same_tensors(kind: Callable[[Any], Any]) -> None:
     params = {name: kind(np.asarray(p) + 1) for name, p in bridge.params(model).items()}
     buffers = {name: kind(np.asarray(b) + 2) for name, b in bridge.buffers(model).items()}
     assert bridge.load(model, params, buffers) is model
-    assert model[0].weight is weight is optimizer.param_groups[0]["params"][0] and weight.requires_grad
+    assert (
+        model[0].weight is weight is optimizer.param_groups[0]["params"][0] and weight.requires_grad
+    )
     for name, p in model.named_parameters():
         close(params[name], p)
     for name, b in model.named_buffers():
@@ -92,20 +125,36 @@ def test_load_refuses_and_changes_nothing() -> None:
     params, before = bridge.params(model), copy.deepcopy(model.state_dict())
     zeros = {name: jnp.zeros_like(p) for name, p in params.items()}
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({**zeros, "9.weight": jnp.zeros(1)}, RuntimeError, "params: the module has no '9.weight'; it has '0.weight'"),
-        ({name: v for name, v in zeros.items() if name != "4.bias"}, RuntimeError, "params: '4.bias' missing"),
-        ({**zeros, "4.bias": jnp.zeros(3)}, RuntimeError, r"params: '4.bias' has shape \(2,\) in the module, got \(3,\)"),
+        (
+            {**zeros, "9.weight": jnp.zeros(1)},
+            RuntimeError,
+            "params: the module has no '9.weight'; it has '0.weight'",
+        ),
+        (
+            {name: v for name, v in zeros.items() if name != "4.bias"},
+            RuntimeError,
+            "params: '4.bias' missing",
+        ),
+        (
+            {**zeros, "4.bias": jnp.zeros(3)},
+            RuntimeError,
+            r"params: '4.bias' has shape \(2,\) in the module, got \(3,\)",
+        ),
         ({**zeros, "4.bias": [0.0, 0.0]}, TypeError, "list"),
     ]
     for wrong, kind, message in cases:
         with pytest.raises(kind, match=message):
             bridge.load(model, wrong)
-    with pytest.raises(RuntimeError, match=r"buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked' missing"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked' missing",
+    ):
         bridge.load(model, zeros, {})
     torch.testing.assert_close(model.state_dict(), before)
 
 
-HELD: list[tuple[str, Any, Any]] = [  # a tensor's dtype, a value, and what the tensor is then; None: refused
+# a tensor's dtype, a value, and what the tensor is then; None: refused
+HELD: list[tuple[str, Any, Any]] = [
     ("float32", np.float64(0.1), np.float32(0.1)),
     ("float32", 3, 3.0),
     ("float32", 2**24 + 1, None),
@@ -143,22 +192,34 @@ HELD: list[tuple[str, Any, Any]] = [  # a tensor's dtype, a value, and what the 
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("kind", [np.asarray, lambda x: torch.tensor(x), lambda x: jnp.asarray(x)], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    "kind",
+    [np.asarray, lambda x: torch.tensor(x), lambda x: jnp.asarray(x)],
+    ids=["numpy", "torch", "jax"],
+)
 @pytest.mark.parametrize(("dtype", "value", "expected"), HELD)
-def test_load_changes_no_value_but_by_rounding(kind: Callable[[Any], Any], dtype: str, value: Any, expected: Any) -> None:
+def test_load_changes_no_value_but_by_rounding(
+    kind: Callable[[Any], Any], dtype: str, value: Any, expected: Any
+) -> None:
     module, typed = nn.Module(), getattr(torch, dtype)
     module.register_buffer("b", torch.ones(2, 1).to(typed))
     module.register_buffer("other", torch.zeros(1))
     with jax.enable_x64(True):
         given = kind(np.array([[1], [value]]))
     if expected is None:
-        with pytest.raises(RuntimeError, match=rf"buffers: 'b': expected {dtype}, got .*; convert it yourself if that is meant"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"buffers: 'b': expected {dtype}, got .*; convert it yourself if that is meant",
+        ):
             bridge.load(module, buffers={"other": np.ones(1), "b": given})
         assert (module.b.to(torch.complex128) == 1).all() and module.other == 0
     else:
         bridge.load(module, buffers={"other": np.ones(1), "b": given})
         assert module.b.dtype == typed
-        np.testing.assert_array_equal(np.asarray(bridge.to_jax(module.b)), np.array([[1], [expected]]).astype(module_dtype(module.b)))
+        np.testing.assert_array_equal(
+            np.asarray(bridge.to_jax(module.b)),
+            np.array([[1], [expected]]).astype(module_dtype(module.b)),
+        )
 
 
 def module_dtype(t: torch.Tensor) -> Any:
@@ -169,15 +230,25 @@ def test_load_reads_everything_before_it_writes() -> None:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     a, b = (m.weight.detach().clone() for m in module)
     for convert in (lambda t: t, bridge.to_jax):  # both share the memory of the parameters
-        bridge.load(module, {"0.weight": convert(module[1].weight.detach()), "1.weight": convert(module[0].weight.detach())})
+        bridge.load(
+            module,
+            {
+                "0.weight": convert(module[1].weight.detach()),
+                "1.weight": convert(module[0].weight.detach()),
+            },
+        )
         a, b = b, a
         assert torch.equal(module[0].weight, a) and torch.equal(module[1].weight, b)
 
 
-# -- modules as functions ----------------------------------------------------------------------------------------------------------
+# -- modules as functions --------------------------------------------------------------------------
 def test_call_is_pure_and_gives_the_buffers_back() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    params, buffers, before = bridge.params(model), bridge.buffers(model), copy.deepcopy(model.state_dict())
+    params, buffers, before = (
+        bridge.params(model),
+        bridge.buffers(model),
+        copy.deepcopy(model.state_dict()),
+    )
     out, after = jax.jit(lambda p, b, x: bridge.call(model, p, b, (x,)))(params, buffers, X)
     torch.testing.assert_close(model.state_dict(), before)
     assert {k: v.dtype for k, v in after.items()} == {k: v.dtype for k, v in buffers.items()}
@@ -233,6 +304,7 @@ def test_no_grad_inside_stops_jaxs_derivatives(how: str) -> None:
 
     expected = copy.deepcopy(module)
     expected(x).backward()
+
     def mapped(params: Any) -> Any:
         return jax.vmap(loss)(jax.tree.map(lambda x: x[None], params)).sum()
 
@@ -245,11 +317,16 @@ def test_no_grad_inside_stops_jaxs_derivatives(how: str) -> None:
 def test_call_mode_and_key() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)).eval())
     x = jnp.ones((50, 50))
-    run = jax.jit(lambda key, training: bridge.call(model, {}, {}, (x,), training=training, rng=key)[0], static_argnums=1)
+    run = jax.jit(
+        lambda key, training: bridge.call(model, {}, {}, (x,), training=training, rng=key)[0],
+        static_argnums=1,
+    )
     a, b = jax.random.split(jax.random.key(0))
     close(run(a, False), x)
     assert (run(a, True) == run(a, True)).all() and (run(a, True) != run(b, True)).any()
-    assert (run(a, True) == 0).mean() == pytest.approx(0.75, abs=0.05) and (run(a, None) == 0).mean() == pytest.approx(0.5, abs=0.05)
+    assert (run(a, True) == 0).mean() == pytest.approx(0.75, abs=0.05) and (
+        run(a, None) == 0
+    ).mean() == pytest.approx(0.5, abs=0.05)
     assert model.training and not model[1].training
 
 
@@ -258,7 +335,10 @@ def test_call_mode_and_key() -> None:
     [
         ({"bias": jnp.zeros(3)}, r"'bias' of shape \(3,\).*\(2,\)"),
         ({"b": jnp.zeros(2)}, "'b'.*'weight'"),
-        ({"bias": jnp.zeros(2)}, "params: 'weight' missing; give them, or strict=False to use the module's own values"),
+        (
+            {"bias": jnp.zeros(2)},
+            "params: 'weight' missing; give them, or strict=False to use the module's own values",
+        ),
         ({}, "params: 'weight', 'bias' missing"),
     ],
 )
@@ -271,7 +351,10 @@ def test_call_refuses_values_of_a_higher_kind() -> None:
     model = nn.BatchNorm1d(3)
     params, buffers = bridge.params(model), bridge.buffers(model)
     for changed, message in (
-        (({**params, "weight": jnp.ones(3) * 1j}, buffers), "params: 'weight' is torch.float32 in the module, got torch.complex64"),
+        (
+            ({**params, "weight": jnp.ones(3) * 1j}, buffers),
+            "params: 'weight' is torch.float32 in the module, got torch.complex64",
+        ),
         (
             (params, {**buffers, "num_batches_tracked": jnp.array(3.7)}),
             "buffers: 'num_batches_tracked' is torch.int64 .* got torch.float32",
@@ -285,34 +368,55 @@ def test_call_refuses_values_of_a_higher_kind() -> None:
 
 
 def test_call_with_some_of_the_names() -> None:
-    """strict=False: the module's own values for the others, which stay as they are, and whose new values are given back."""
+    """strict=False: the module's own values for the others, which stay as they are, and whose new
+    values are given back.
+    """
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     before, weight = copy.deepcopy(model.state_dict()), jnp.ones((4, 3))
-    for missing in ("buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked'", "buffers: '1.running_var'"):
+    for missing in (
+        "buffers: '1.running_mean', '1.running_var', '1.num_batches_tracked'",
+        "buffers: '1.running_var'",
+    ):
         given = {name: b for name, b in bridge.buffers(model).items() if name not in missing}
         with pytest.raises(RuntimeError, match=f"{missing} missing"):
             bridge.call(model, bridge.params(model), given, (X,))
         for jit in (lambda f: f, jax.jit):
-            run = jit(lambda w, x, given=given: bridge.call(model, {"0.weight": w}, given, (x,), strict=False))
+            run = jit(
+                lambda w, x, given=given: bridge.call(
+                    model, {"0.weight": w}, given, (x,), strict=False
+                )
+            )
             out, after = run(weight, X)
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
             changed = copy.deepcopy(model)
             nn.init.ones_(changed[0].weight)
             close(out, changed(torch.tensor(X)))
-            assert {name: int(after[name].sum()) for name in after} == {name: int(b.sum()) for name, b in changed.named_buffers()}
-    gradient = jax.grad(lambda w: bridge.call(model, {"0.weight": w}, {}, (X,), strict=False)[0][0].sum())(weight)
+            assert {name: int(after[name].sum()) for name in after} == {
+                name: int(b.sum()) for name, b in changed.named_buffers()
+            }
+    gradient = jax.grad(
+        lambda w: bridge.call(model, {"0.weight": w}, {}, (X,), strict=False)[0][0].sum()
+    )(weight)
     assert gradient.shape == (4, 3)
 
 
 def test_call_and_tied_weights() -> None:
     model, eye = tied(), jnp.eye(3)
     params = bridge.params(model)
-    expected = lambda a, b: np.tanh(X @ np.asarray(a).T + np.asarray(params["0.bias"])) @ np.asarray(b).T + np.asarray(params["2.bias"])
+    expected = lambda a, b: (
+        np.tanh(X @ np.asarray(a).T + np.asarray(params["0.bias"])) @ np.asarray(b).T
+        + np.asarray(params["2.bias"])
+    )
     rest = {name: p for name, p in params.items() if name != "0.weight"}
     close(bridge.call(model, {**rest, "2.weight": eye}, {}, (X,))[0], expected(eye, eye))
-    with pytest.raises(ValueError, match=r"got multiple values for keys \['0.weight', '2.weight'\], which are tied"):
+    with pytest.raises(
+        ValueError, match=r"got multiple values for keys \['0.weight', '2.weight'\], which are tied"
+    ):
         bridge.call(model, {**params, "2.weight": eye}, {}, (X,))
-    close(bridge.call(model, {**params, "2.weight": eye}, {}, (X,), tie_weights=False)[0], expected(params["0.weight"], eye))
+    close(
+        bridge.call(model, {**params, "2.weight": eye}, {}, (X,), tie_weights=False)[0],
+        expected(params["0.weight"], eye),
+    )
     with pytest.raises(RuntimeError, match=r"'0\.weight' missing"):
         bridge.call(model, {**rest, "2.weight": eye}, {}, (X,), tie_weights=False)
     out = bridge.call(model, {"2.weight": eye}, {}, (X,), tie_weights=False, strict=False)[0]
@@ -321,16 +425,23 @@ def test_call_and_tied_weights() -> None:
 
 
 class Density(nn.Module):
-    """A log density with a method of its own name, a frozen parameter, a buffer that is written, and dropout."""
+    """A log density with a method of its own name, a frozen parameter, a buffer that is written,
+    and dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.scale = nn.Parameter(torch.tensor([0.5, -1.0])), nn.Parameter(torch.tensor([1.5, 2.0]), requires_grad=False)
+        self.mean, self.scale = (
+            nn.Parameter(torch.tensor([0.5, -1.0])),
+            nn.Parameter(torch.tensor([1.5, 2.0]), requires_grad=False),
+        )
         self.drop = nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def log_prob(self, x: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
-        return -0.5 * factor * ((x - self.mean) / self.scale).square().sum(-1) - self.scale.log().sum()
+        return (
+            -0.5 * factor * ((x - self.mean) / self.scale).square().sum(-1) - self.scale.log().sum()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -338,28 +449,40 @@ class Density(nn.Module):
 
 
 POINT = np.array([0.3, -0.7], np.float32)
-TRANSFORMED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {  # in JAX, of a function of a point
+# in JAX, of a function of a point
+TRANSFORMED: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
     "call": lambda f: f(POINT),
     "jit": lambda f: jax.jit(f)(POINT),
     "grad": lambda f: jax.grad(f)(jnp.asarray(POINT)),
     "hessian": lambda f: jax.jit(jax.hessian(f))(POINT),
     "vmap": lambda f: jax.vmap(f)(jnp.stack([POINT, 2 * POINT])),
-    "scan": lambda f: jax.lax.scan(lambda x, _: (x + 0.1 * jax.grad(f)(x),) * 2, jnp.asarray(POINT), length=3)[1],
-    "while in vmap": lambda f: jax.vmap(lambda x: jax.lax.while_loop(lambda x: f(x) < -1.3, lambda x: x + 0.5 * jax.grad(f)(x), x))(
-        jnp.stack([POINT * 4, POINT])
-    ),
+    "scan": lambda f: jax.lax.scan(
+        lambda x, _: (x + 0.1 * jax.grad(f)(x),) * 2, jnp.asarray(POINT), length=3
+    )[1],
+    "while in vmap": lambda f: jax.vmap(
+        lambda x: jax.lax.while_loop(lambda x: f(x) < -1.3, lambda x: x + 0.5 * jax.grad(f)(x), x)
+    )(jnp.stack([POINT * 4, POINT])),
 }
 
 
-@pytest.mark.parametrize("method", ["log_prob", lambda module, x: module.log_prob(x), None], ids=["by name", "a function", "forward"])
+@pytest.mark.parametrize(
+    "method",
+    ["log_prob", lambda module, x: module.log_prob(x), None],
+    ids=["by name", "a function", "forward"],
+)
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_a_module_as_a_function(transformed: Callable[[Callable[[Any], Any]], Any], method: Any) -> None:
+def test_a_module_as_a_function(
+    transformed: Callable[[Callable[[Any], Any]], Any], method: Any
+) -> None:
     module = Density().eval()
     apply, params, state = bridge.function(module)
     before = copy.deepcopy(module.state_dict())
 
     def by_hand(x: Any) -> Any:
-        return -0.5 * (((x - params["mean"]) / state["scale"]) ** 2).sum(-1) - jnp.log(state["scale"]).sum()
+        return (
+            -0.5 * (((x - params["mean"]) / state["scale"]) ** 2).sum(-1)
+            - jnp.log(state["scale"]).sum()
+        )
 
     close(transformed(lambda x: apply(params, state, x, method=method)[0]), transformed(by_hand))
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
@@ -372,15 +495,27 @@ def test_what_is_trained_and_what_is_state() -> None:
     run = jax.jit(apply, static_argnames=("training", "method"))
     for _ in range(3):
         state = run(params, state, POINT, training=False)[1]
-    assert set(state) == {"scale", "calls"} and int(state["calls"]) == 3 and module.calls == 0 and module.training
+    assert (
+        set(state) == {"scale", "calls"}
+        and int(state["calls"]) == 3
+        and module.calls == 0
+        and module.training
+    )
     with pytest.raises(InvalidRngError, match="drop"):
         run(params, state, POINT)
     keys = jax.random.split(jax.random.key(0), 64)
     many = jax.vmap(lambda key: apply(params, state, POINT, rng=key)[0])(keys)
     assert len(np.unique(np.asarray(many))) == 4  # each of two coordinates is dropped or not
-    close(apply(params, state, POINT, factor=2.0, method="log_prob")[0], module.log_prob(torch.tensor(POINT), factor=2.0).detach())
+    close(
+        apply(params, state, POINT, factor=2.0, method="log_prob")[0],
+        module.log_prob(torch.tensor(POINT), factor=2.0).detach(),
+    )
     bridge.load(module, {"mean": jnp.ones(2)}, {"scale": jnp.full(2, 3.0), "calls": state["calls"]})
-    assert module.calls == 3 and torch.equal(module.mean, torch.ones(2)) and torch.equal(module.scale, torch.full((2,), 3.0))
+    assert (
+        module.calls == 3
+        and torch.equal(module.mean, torch.ones(2))
+        and torch.equal(module.scale, torch.full((2,), 3.0))
+    )
     with pytest.raises(RuntimeError, match="params: 'mean' missing"):
         bridge.load(module, {}, state)
     bridge.load(module, buffers=state)
@@ -394,12 +529,17 @@ def test_what_is_trained_and_what_is_state() -> None:
 
 
 def test_members_are_lanes_with_statistics_of_their_own() -> None:
-    """vmap over the parameters and the state of BatchNorm in training mode, in a scan: as each module by itself in torch."""
+    """vmap over the parameters and the state of BatchNorm in training mode, in a scan: as each
+    module by itself in torch.
+    """
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(3)]
     functions = [bridge.function(module) for module in modules]
     apply = functions[0].apply
-    params, state = (jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in zip(*[f[1:] for f in functions], strict=True))
+    params, state = (
+        jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+        for trees in zip(*[f[1:] for f in functions], strict=True)
+    )
 
     def one(params: Any, state: Any) -> Any:
         return jax.lax.scan(lambda s, x: apply(params, s, x)[::-1], state, jnp.stack([X, X + 1]))
@@ -421,7 +561,9 @@ def written(write: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], to
 
 
 def recurrent(cell: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    weights = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in cell.named_parameters()}
+    weights = {
+        name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in cell.named_parameters()
+    }
     return lambda x: torch.func.functional_call(cell, weights, (x,))
 
 
@@ -436,13 +578,23 @@ PLACES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("place", [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n == "GRUCell")) for n, f in PLACES.items()])
-def test_parts_in_loops_that_jax_maps_and_differentiates(place: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """JAX maps and differentiates a loop after our trace of it, with 64-bit types off: a vmap of a scan."""
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n == "GRUCell")) for n, f in PLACES.items()],
+)
+def test_parts_in_loops_that_jax_maps_and_differentiates(
+    place: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """JAX maps and differentiates a loop after our trace of it, with 64-bit types off: a vmap of a
+    scan.
+    """
     module, x = nn.Module(), torch.randn(2, 3, 4)
 
     def loss(x: Any) -> Any:
-        step = lambda carry, _: (carry, bridge.call(module, {}, {}, (carry,), method=lambda _, x: place(x))[0])
+        step = lambda carry, _: (
+            carry,
+            bridge.call(module, {}, {}, (carry,), method=lambda _, x: place(x))[0],
+        )
         return jnp.sin(jax.lax.scan(step, x, length=1)[1]).sum()
 
     def total(x: torch.Tensor) -> torch.Tensor:
@@ -450,12 +602,16 @@ def test_parts_in_loops_that_jax_maps_and_differentiates(place: Callable[[torch.
 
     arrays = jnp.asarray(x.numpy())
     mapped, gradient = jax.jit(lambda x: (jax.vmap(loss)(x), jax.vmap(jax.grad(loss))(x)))(arrays)
-    second = jax.jit(jax.grad(lambda x: (jax.grad(lambda x: jax.vmap(loss)(x).sum())(x) ** 2).sum()))(arrays)
+    second = jax.jit(
+        jax.grad(lambda x: (jax.grad(lambda x: jax.vmap(loss)(x).sum())(x) ** 2).sum())
+    )(arrays)
     close(mapped.sum(), total(x))
     x.requires_grad_()
     (expected,) = torch.autograd.grad(total(x), x, create_graph=True)
     close(gradient, expected)
-    np.testing.assert_allclose(second, torch.autograd.grad(expected.square().sum(), x)[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        second, torch.autograd.grad(expected.square().sum(), x)[0], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_float64_has_to_be_on() -> None:
@@ -471,19 +627,41 @@ def test_float64_has_to_be_on() -> None:
 
 
 def test_threads_that_call_one_module() -> None:
-    """bridge.call, torchfunc_jax.functional_call, jit and the reading and writing of states, each in a thread, on one module."""
+    """bridge.call, torchfunc_jax.functional_call, jit and the reading and writing of states, each
+    in a thread, on one module.
+    """
     model = nn.Linear(3, 3)
     start = copy.deepcopy(model.state_dict())
     zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     ones = {name: jnp.ones(p.shape) for name, p in zeros.items()}
-    x, compiled = torch.tensor(X), torchfunc_jax.jit(lambda p, x: torchfunc_jax.functional_call(model, p, (x,)))
+    x, compiled = (
+        torch.tensor(X),
+        torchfunc_jax.jit(lambda p, x: torchfunc_jax.functional_call(model, p, (x,))),
+    )
     jobs: dict[str, Callable[[], bool]] = {
-        "bridge.call": lambda: np.allclose(bridge.call(model, ones, {}, (X,))[0], X.sum(1, keepdims=True) + 1, atol=1e-5),
-        "jax.jit": lambda: np.allclose(jax.jit(lambda p: bridge.call(model, p, {}, (X,))[0])(ones), X.sum(1, keepdims=True) + 1, atol=1e-5),
-        "functional_call": lambda: bool((torchfunc_jax.functional_call(model, zeros, (x,)) == 0).all()),
-        "grad": lambda: bool((torchfunc_jax.grad(lambda p: torchfunc_jax.functional_call(model, p, (x,)).sum())(zeros)["bias"] == 4).all()),
+        "bridge.call": lambda: np.allclose(
+            bridge.call(model, ones, {}, (X,))[0], X.sum(1, keepdims=True) + 1, atol=1e-5
+        ),
+        "jax.jit": lambda: np.allclose(
+            jax.jit(lambda p: bridge.call(model, p, {}, (X,))[0])(ones),
+            X.sum(1, keepdims=True) + 1,
+            atol=1e-5,
+        ),
+        "functional_call": lambda: bool(
+            (torchfunc_jax.functional_call(model, zeros, (x,)) == 0).all()
+        ),
+        "grad": lambda: bool(
+            (
+                torchfunc_jax.grad(lambda p: torchfunc_jax.functional_call(model, p, (x,)).sum())(
+                    zeros
+                )["bias"]
+                == 4
+            ).all()
+        ),
         "jit": lambda: bool((compiled(zeros, x) == 0).all()),
-        "params": lambda: all(np.array_equal(p, start[name]) for name, p in bridge.params(model).items()),
+        "params": lambda: all(
+            np.array_equal(p, start[name]) for name, p in bridge.params(model).items()
+        ),
         "load": lambda: bridge.load(model, start) is model,
     }
     failed: list[str] = []
@@ -505,7 +683,7 @@ def test_threads_that_call_one_module() -> None:
     torch.testing.assert_close(model.state_dict(), start, rtol=0, atol=0)
 
 
-# -- lowerings of one's own --------------------------------------------------------------------------------------------------------
+# -- lowerings of one's own ------------------------------------------------------------------------
 @torch.library.custom_op("test_modules::cube", mutates_args=())
 def cube(x: torch.Tensor) -> torch.Tensor:
     return x**3
@@ -513,16 +691,22 @@ def cube(x: torch.Tensor) -> torch.Tensor:
 
 def test_register_lowering() -> None:
     x = torch.tensor([1.0, 2.0])
-    for factor in (1.0, 2.0):  # a second registration replaces the first, also where the operator has run before
+    # a second registration replaces the first, also where the operator has run before
+    for factor in (1.0, 2.0):
 
         @bridge.register_lowering("test_modules.cube", torch.ops.test_modules.cube.default)
         def lowered(x: jax.Array, factor: float = factor) -> jax.Array:
             return factor * x**3
 
         for _ in range(3):
-            for transform in (torchfunc_jax.vmap, lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f))):
+            for transform in (
+                torchfunc_jax.vmap,
+                lambda f: torchfunc_jax.jit(torchfunc_jax.vmap(f)),
+            ):
                 torch.testing.assert_close(transform(cube)(x), factor * x**3)
-        torch.testing.assert_close(torchfunc_jax.grad(lambda x: cube(x).sum())(x), factor * 3 * x**2)
+        torch.testing.assert_close(
+            torchfunc_jax.grad(lambda x: cube(x).sum())(x), factor * 3 * x**2
+        )
 
 
 @pytest.mark.parametrize(
@@ -541,9 +725,11 @@ def test_register_lowering_refuses(operators: tuple[Any, ...], message: str) -> 
         bridge.register_lowering(*operators)
 
 
-# -- what a function keeps ---------------------------------------------------------------------------------------------------------
+# -- what a function keeps -------------------------------------------------------------------------
 class Keeps(nn.Module):
-    """Counts its calls in a buffer that it rebinds, sets attributes, and has a buffer that is None at first."""
+    """Counts its calls in a buffer that it rebinds, sets attributes, and has a buffer that is None
+    at first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -563,7 +749,9 @@ class Keeps(nn.Module):
 KEPT: dict[str, Callable[..., Any]] = {
     "call": lambda F, m: lambda x: m(x),
     "grad": lambda F, m: F.grad(m),
-    "of parameters": lambda F, m: lambda x: F.grad(lambda p: F.functional_call(m, p, (x,)))(dict(m.named_parameters())),
+    "of parameters": lambda F, m: (
+        lambda x: F.grad(lambda p: F.functional_call(m, p, (x,)))(dict(m.named_parameters()))
+    ),
     "jvp": lambda F, m: lambda x: F.jvp(m, (x,), (x,)),
     "vjp": lambda F, m: lambda x: F.vjp(m, x)[1](torch.ones(())),
     "jacrev": lambda F, m: F.jacrev(m),
@@ -575,7 +763,9 @@ KEPT: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("way", KEPT)
 def test_tensors_that_forward_keeps_are_those_of_torch_func(way: str, jitted: bool) -> None:
-    if way == "vjp" and jitted:  # a trace runs the function of vjp twice, and what the first run has kept belongs to no transform
+    # a trace runs the function of vjp twice, and what the first run has kept belongs to no
+    # transform
+    if way == "vjp" and jitted:
         pytest.skip("refused")
     torch.manual_seed(0)
     mine, theirs = Keeps(), Keeps()
@@ -620,11 +810,20 @@ def test_a_kept_lane_is_refused_when_it_is_used() -> None:
     module = Keeps()
     torchfunc_jax.vmap(module)(torch.ones(4, 2))
     assert torch.equal(module.steps, torch.tensor(1.0))
-    with pytest.raises(bridge.errors.EscapedTensorError, match="return it from the transformed function"):
+    with pytest.raises(
+        bridge.errors.EscapedTensorError, match="return it from the transformed function"
+    ):
         module.hidden + 1
 
 
-@pytest.mark.parametrize("transform", [torchfunc_jax.vmap, torchfunc_jax.jit, lambda f: lambda x: torchfunc_jax.jvp(f, (x,), (x,))[0]])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torchfunc_jax.vmap,
+        torchfunc_jax.jit,
+        lambda f: lambda x: torchfunc_jax.jvp(f, (x,), (x,))[0],
+    ],
+)
 def test_copies_of_what_is_captured_follow_its_values(transform: Callable[..., Any]) -> None:
     module, scale, x = nn.Linear(3, 3), torch.ones(3), torch.ones(2, 3)
     call = transform(lambda x: copy.deepcopy(module)(x) * copy.deepcopy({"scale": scale})["scale"])

@@ -1,4 +1,7 @@
-"""Name maps between torch modules and hand-written twins: found without rules for the layouts of Flax's own examples, and what is not."""
+"""Name maps between torch modules and hand-written twins: found without rules for the layouts of
+Flax's own examples, and what is not.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -21,16 +24,21 @@ from bridge.flax import name_map
 WIDTH, HEADS, WORDS, LENGTH = 8, 2, 11, 6
 
 
-# -- a ResNet: torchvision's names, and those of flax/examples/imagenet -----------------------------------------------------------------
+# -- a ResNet: torchvision's names, and those of flax/examples/imagenet ----------------------------
 class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
         self.downsample = None
         if stride > 1 or inputs != 4 * width:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.bn1(self.conv1(x)).relu()
@@ -41,11 +49,18 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     def __init__(self, stages: tuple[int, ...]) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.maxpool = nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False), nn.BatchNorm2d(WIDTH), nn.MaxPool2d(3, 2, 1)
+        self.conv1, self.bn1, self.maxpool = (
+            nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(WIDTH),
+            nn.MaxPool2d(3, 2, 1),
+        )
         inputs = WIDTH
         for i, blocks in enumerate(stages):
             width = WIDTH * 2**i
-            made = [Bottleneck(inputs if j == 0 else 4 * width, width, 2 if i and j == 0 else 1) for j in range(blocks)]
+            made = [
+                Bottleneck(inputs if j == 0 else 4 * width, width, 2 if i and j == 0 else 1)
+                for j in range(blocks)
+            ]
             self.add_module(f"layer{i + 1}", nn.Sequential(*made))
             inputs = 4 * width
         self.stages, self.fc = len(stages), nn.Linear(inputs, 5)
@@ -69,7 +84,9 @@ class BottleneckResNetBlock(linen.Module):
         y = linen.relu(norm()(conv(self.filters, (3, 3), self.stride, 1)(y)))
         y = norm()(conv(self.filters * 4, (1, 1))(y))
         if x.shape != y.shape:
-            x = norm(name="norm_proj")(conv(self.filters * 4, (1, 1), self.stride, name="conv_proj")(x))
+            x = norm(name="norm_proj")(
+                conv(self.filters * 4, (1, 1), self.stride, name="conv_proj")(x)
+            )
         return linen.relu(x + y)
 
 
@@ -90,13 +107,26 @@ class FlaxResNet(linen.Module):
 def resnet_names(stages: tuple[int, ...]) -> dict[str, str]:
     """By hand: the layers of the torch module, and of the twin."""
     names = {"conv1": "conv_init", "bn1": "bn_init", "fc": "Dense_0"}
-    inside = {f"{kind}{n + 1}": f"{theirs}_{n}" for kind, theirs in (("conv", "Conv"), ("bn", "BatchNorm")) for n in range(3)}
+    inside = {
+        f"{kind}{n + 1}": f"{theirs}_{n}"
+        for kind, theirs in (("conv", "Conv"), ("bn", "BatchNorm"))
+        for n in range(3)
+    }
     inside |= {"downsample.0": "conv_proj", "downsample.1": "norm_proj"}
     blocks = [f"layer{i + 1}.{j}" for i, n in enumerate(stages) for j in range(n)]
-    return names | {f"{b}.{ours}": f"BottleneckResNetBlock_{n}/{theirs}" for n, b in enumerate(blocks) for ours, theirs in inside.items()}
+    return names | {
+        f"{b}.{ours}": f"BottleneckResNetBlock_{n}/{theirs}"
+        for n, b in enumerate(blocks)
+        for ours, theirs in inside.items()
+    }
 
 
-LEAVES = {"weight": ("kernel", "scale", "embedding"), "bias": ("bias",), "running_mean": ("mean",), "running_var": ("var",)}
+LEAVES = {
+    "weight": ("kernel", "scale", "embedding"),
+    "bias": ("bias",),
+    "running_mean": ("mean",),
+    "running_var": ("var",),
+}
 
 
 def assert_matched(found: Any, names: dict[str, str]) -> None:
@@ -104,7 +134,10 @@ def assert_matched(found: Any, names: dict[str, str]) -> None:
     for ours, theirs, _ in found.matched:
         layer, _, leaf = ours.rpartition(".")
         *_, theirs_leaf = theirs.split("/")
-        assert theirs.split("/", 1)[1] == f"{names[layer]}/{theirs_leaf}" and theirs_leaf in LEAVES[leaf], (ours, theirs)
+        assert (
+            theirs.split("/", 1)[1] == f"{names[layer]}/{theirs_leaf}"
+            and theirs_leaf in LEAVES[leaf]
+        ), (ours, theirs)
 
 
 @pytest.mark.parametrize("stages", [(3, 4, 6, 3), (2, 2)], ids=str)
@@ -113,7 +146,8 @@ def test_resnet(stages: tuple[int, ...], init: str) -> None:
     module = randomized(ResNet(stages))
     twin, images = FlaxResNet(stages), np.ones((1, 32, 32, 3), np.float32)
     variables = jax.eval_shape(twin.init, jax.random.key(0), images)
-    if init == "in order":  # as the layers are called, which is how init returns them if it is not jitted
+    # as the layers are called, which is how init returns them if it is not jitted
+    if init == "in order":
         kept: list[Any] = []
         jax.eval_shape(lambda: kept.append(twin.init(jax.random.key(0), images)))
         variables = kept[0]
@@ -122,25 +156,36 @@ def test_resnet(stages: tuple[int, ...], init: str) -> None:
 
 def test_resnet_computes_the_same() -> None:
     module, twin, images = randomized(ResNet((1, 1))), FlaxResNet((1, 1)), torch.randn(1, 3, 16, 16)
-    found = name_map(module, jax.eval_shape(twin.init, jax.random.key(0), jnp.zeros((1, 16, 16, 3))))
+    found = name_map(
+        module, jax.eval_shape(twin.init, jax.random.key(0), jnp.zeros((1, 16, 16, 3)))
+    )
     out = jax.jit(twin.apply)(found.to_flax(), images.movedim(1, -1).numpy())
     np.testing.assert_allclose(out, module(images).detach(), rtol=1e-4)
 
 
-# -- a GPT: nanoGPT's names in torch, with one Linear for queries, keys and values, with three, and with torch's attention ----------
+# -- a GPT: nanoGPT's names in torch, with one Linear for queries, keys and values, with three, and
+# with torch's attention
 class Attention(nn.Module):
     def __init__(self, kind: str, bias: bool) -> None:
         super().__init__()
         if kind == "fused":
             self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3))
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3)
+            )
         self.c_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        each = self.c_attn(x).chunk(3, -1) if hasattr(self, "c_attn") else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        each = (
+            self.c_attn(x).chunk(3, -1)
+            if hasattr(self, "c_attn")
+            else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in each)
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class TorchAttention(nn.MultiheadAttention):
@@ -162,7 +207,11 @@ class Block(nn.Module):
     def __init__(self, kind: str, bias: bool) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn = TorchAttention(WIDTH, HEADS, bias=bias, batch_first=True) if kind == "torch" else Attention(kind, bias)
+        self.attn = (
+            TorchAttention(WIDTH, HEADS, bias=bias, batch_first=True)
+            if kind == "torch"
+            else Attention(kind, bias)
+        )
         self.mlp = MLP()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,10 +222,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, kind: str, layers: int = 2, bias: bool = False) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(WORDS, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH),
-            "h": nn.ModuleList(Block(kind, bias) for _ in range(layers)), "ln_f": nn.LayerNorm(WIDTH),
-        })
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(WORDS, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "h": nn.ModuleList(Block(kind, bias) for _ in range(layers)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
         self.lm_head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -186,14 +239,20 @@ class GPT(nn.Module):
         return self.lm_head(self.transformer["ln_f"](x))
 
 
-# -- its twins: linen named as in flax/examples/lm1b, nnx named as in flax/examples/lm1b_nnx and gemma, and as in nanoGPT -------------
+# -- its twins: linen named as in flax/examples/lm1b, nnx named as in flax/examples/lm1b_nnx and
+# gemma, and as in nanoGPT
 norm = functools.partial(linen.LayerNorm, epsilon=1e-5)
 
 
 class AddPositionEmbs(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
-        return x + self.param("pos_embedding", linen.initializers.normal(), (1, LENGTH, WIDTH))[:, :x.shape[1]]
+        return (
+            x
+            + self.param("pos_embedding", linen.initializers.normal(), (1, LENGTH, WIDTH))[
+                :, : x.shape[1]
+            ]
+        )
 
 
 class MlpBlock(linen.Module):
@@ -226,7 +285,9 @@ class Decoder(linen.Module):
         y = AddPositionEmbs(name="posembed_output")(linen.Embed(WORDS, WIDTH)(words))
         for i in range(self.layers):
             mlp = self.mlp[i] if self.mlp else 4 * WIDTH
-            y = EncoderDecoder1DBlock(mlp, self.bias, name=f"encoderdecoderblock_{i}")(y, linen.make_causal_mask(words))
+            y = EncoderDecoder1DBlock(mlp, self.bias, name=f"encoderdecoderblock_{i}")(
+                y, linen.make_causal_mask(words)
+            )
         y = norm(name="encoderdecoder_norm")(y)
         return linen.Dense(WORDS, name="logitdense")(y) if self.logits else y
 
@@ -249,29 +310,49 @@ class NNXBlock(nnx.Module):
         self.kind, shape = kind, (HEADS, WIDTH, WIDTH // HEADS)
         self.pre_attention_norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, rngs=rngs)
         if kind == "lm1b":
-            self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(
+                HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs
+            )
         elif kind.startswith("gemma"):
-            self.attn_vec_einsum = nnx.Einsum("BTNH,NHD->BTD", (HEADS, WIDTH // HEADS, WIDTH), rngs=rngs)
+            self.attn_vec_einsum = nnx.Einsum(
+                "BTNH,NHD->BTD", (HEADS, WIDTH // HEADS, WIDTH), rngs=rngs
+            )
             if kind == "gemma":
                 self.qkv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (3, *shape), rngs=rngs)
             else:
                 self.kv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (2, *shape), rngs=rngs)
                 self.q_einsum = nnx.Einsum("BTD,NDH->BTNH", shape, rngs=rngs)
         else:
-            self.c_attn, self.c_proj = (nnx.Linear(WIDTH, n * WIDTH, use_bias=False, rngs=rngs) for n in (3, 1))
+            self.c_attn, self.c_proj = (
+                nnx.Linear(WIDTH, n * WIDTH, use_bias=False, rngs=rngs) for n in (3, 1)
+            )
         self.before_ffw_norm = nnx.LayerNorm(WIDTH, epsilon=1e-5, rngs=rngs)
-        self.linear1, self.linear2 = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.linear1, self.linear2 = (
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
 
     def __call__(self, x: Any, mask: Any) -> Any:
         y = self.pre_attention_norm(x)
         if self.kind == "lm1b":
             y = self.attention(y, mask=mask)
         else:
-            q, k, v = self.qkv_einsum(y) if self.kind == "gemma" else (
-                self.q_einsum(y), *self.kv_einsum(y)) if self.kind == "gemma, kv" else (
-                part.reshape(*y.shape[:2], HEADS, -1) for part in jnp.split(self.c_attn(y), 3, -1))
+            q, k, v = (
+                self.qkv_einsum(y)
+                if self.kind == "gemma"
+                else (self.q_einsum(y), *self.kv_einsum(y))
+                if self.kind == "gemma, kv"
+                else (
+                    part.reshape(*y.shape[:2], HEADS, -1)
+                    for part in jnp.split(self.c_attn(y), 3, -1)
+                )
+            )
             y = nnx.dot_product_attention(q, k, v, mask=mask)
-            y = self.attn_vec_einsum(y) if self.kind.startswith("gemma") else self.c_proj(y.reshape(x.shape))
+            y = (
+                self.attn_vec_einsum(y)
+                if self.kind.startswith("gemma")
+                else self.c_proj(y.reshape(x.shape))
+            )
         x = x + y
         return x + self.linear2(nnx.relu(self.linear1(self.before_ffw_norm(x))))
 
@@ -285,7 +366,7 @@ class NNXModel(nnx.Module):
         self.logits = nnx.Linear(WIDTH, WORDS, rngs=rngs)
 
     def __call__(self, words: Any) -> Any:
-        x = self.embedder(words) + self.pos_embedding[:words.shape[1]]
+        x = self.embedder(words) + self.pos_embedding[: words.shape[1]]
         for layer in self.layers:
             x = layer(x, nnx.make_causal_mask(words))
         return self.logits(self.final_norm(x))
@@ -315,15 +396,23 @@ def test_gpt_in_linen(kind: str, bias: bool) -> None:
 @pytest.mark.parametrize("kind", ["fused", "separate", "torch"])
 def test_gpt_in_nnx(kind: str, twin: str) -> None:
     module = gpt(kind)
-    check(module, name_map(module, NNXModel(twin, nnx.Rngs(0))), lambda new: nnx.jit(lambda model: model(SENTENCE))(new))
+    check(
+        module,
+        name_map(module, NNXModel(twin, nnx.Rngs(0))),
+        lambda new: nnx.jit(lambda model: model(SENTENCE))(new),
+    )
 
 
 class Gated(nn.Module):
-    """A layer of Gemma in torch: one head of keys and values for several queries, and a gated MLP."""
+    """A layer of Gemma in torch: one head of keys and values for several queries,
+    and a gated MLP.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, n, bias=False) for n in (16, 4, 4))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(WIDTH, n, bias=False) for n in (16, 4, 4)
+        )
         self.o_proj = nn.Linear(16, WIDTH, bias=False)
         self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 20, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(20, WIDTH, bias=False)
@@ -343,35 +432,54 @@ def test_stacked_keys_and_values_and_gates() -> None:
     found = name_map(module, GatedTwin(nnx.Rngs(0)))
     assert not found.unmatched and not found.unmatched_twin, str(found)
     new = found.to_flax()
-    q, k, v, gate, up = (getattr(module, f"{name}_proj").weight.detach().numpy().T for name in ("q", "k", "v", "gate", "up"))
+    q, k, v, gate, up = (
+        getattr(module, f"{name}_proj").weight.detach().numpy().T
+        for name in ("q", "k", "v", "gate", "up")
+    )
     np.testing.assert_array_equal(new.kv_einsum.kernel[...], np.stack([k[None], v[None]]))
     np.testing.assert_array_equal(new.gating_einsum.kernel[...], np.stack([gate, up]))
-    np.testing.assert_array_equal(new.q_einsum.kernel[...], q.reshape(WIDTH, 4, 4).transpose(1, 0, 2))
-    np.testing.assert_array_equal(new.linear.kernel[...], module.down_proj.weight.detach().numpy().T)
+    np.testing.assert_array_equal(
+        new.q_einsum.kernel[...], q.reshape(WIDTH, 4, 4).transpose(1, 0, 2)
+    )
+    np.testing.assert_array_equal(
+        new.linear.kernel[...], module.down_proj.weight.detach().numpy().T
+    )
     expected = {name: t.clone() for name, t in module.state_dict().items()}
     for p in module.parameters():
         p.data.zero_()
-    assert all(torch.equal(t, expected[name]) for name, t in found.to_torch(new).state_dict().items())
+    assert all(
+        torch.equal(t, expected[name]) for name, t in found.to_torch(new).state_dict().items()
+    )
 
 
 def check(module: nn.Module, found: Any, call: Callable[[Any], Any]) -> None:
-    """Everything matched, the twin computes the same, and the weights come back bit by bit, in both directions."""
+    """Everything matched, the twin computes the same, and the weights come back bit by bit, in both
+    directions.
+    """
     assert not found.unmatched and not found.unmatched_twin, str(found)
     new = found.to_flax()
-    np.testing.assert_allclose(call(new), module(torch.tensor(SENTENCE)).detach(), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        call(new), module(torch.tensor(SENTENCE)).detach(), rtol=2e-4, atol=2e-4
+    )
     before = {name: t.clone() for name, t in module.state_dict().items()}
     arrays = jax.tree.map(np.array, new if isinstance(new, dict) else nnx.state(new))
     with torch.no_grad():
         for p in module.parameters():
             p.zero_()
     found.to_torch(new)
-    assert {name: t.numpy().tobytes() for name, t in module.state_dict().items()} == {n: t.numpy().tobytes() for n, t in before.items()}
+    assert {name: t.numpy().tobytes() for name, t in module.state_dict().items()} == {
+        n: t.numpy().tobytes() for n, t in before.items()
+    }
     after = found.to_flax()
-    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == b.tobytes(), after if isinstance(after, dict) else nnx.state(after), arrays)
+    same = jax.tree.map(
+        lambda a, b: np.asarray(a).tobytes() == b.tobytes(),
+        after if isinstance(after, dict) else nnx.state(after),
+        arrays,
+    )
     assert all(jax.tree.leaves(same))
 
 
-# -- what does not match, and rules ----------------------------------------------------------------------------------------------------
+# -- what does not match, and rules ----------------------------------------------------------------
 def shapes_of(twin: linen.Module, *args: Any) -> Any:
     return jax.eval_shape(twin.init, jax.random.key(0), *args)
 
@@ -380,33 +488,72 @@ DECODER = "params/decoder/encoderdecoderblock"
 # the models, and all that has no counterpart in the other: name -> a part of the reason
 MISMATCHES: dict[str, tuple[nn.Module, linen.Module, dict[str, str], dict[str, str]]] = {
     "a width": (
-        GPT("separate", 3), TransformerLM(3, mlp=(32, 24, 32)), {
-            "transformer.h.1.mlp.c_fc.weight": f"and {DECODER}_1/MlpBlock_0/Dense_0/kernel in the twin has (8, 24)",
-            "transformer.h.1.mlp.c_fc.bias": f"shape (32,) in Flax's layout, and {DECODER}_1/MlpBlock_0/Dense_0/bias in the twin has (24",
-            "transformer.h.1.mlp.c_proj.weight": f"and {DECODER}_1/MlpBlock_0/Dense_1/kernel in the twin has (24, 8)",
-            "transformer.h.1.mlp.c_proj.bias": f"its layer does not fit that of {DECODER}_1/MlpBlock_0/Dense_1/bias in the twin",
-        }, {
-            f"{DECODER}_1/MlpBlock_0/Dense_0/kernel": "and transformer.h.1.mlp.c_fc.weight in the module has (8, 32)",
-            f"{DECODER}_1/MlpBlock_0/Dense_0/bias": "and transformer.h.1.mlp.c_fc.bias in the module has (32,)",
-            f"{DECODER}_1/MlpBlock_0/Dense_1/kernel": "and transformer.h.1.mlp.c_proj.weight in the module has (32, 8)",
-            f"{DECODER}_1/MlpBlock_0/Dense_1/bias": "its layer does not fit that of transformer.h.1.mlp.c_proj.bias in the module",
+        GPT("separate", 3),
+        TransformerLM(3, mlp=(32, 24, 32)),
+        {
+            "transformer.h.1.mlp.c_fc.weight": (
+                f"and {DECODER}_1/MlpBlock_0/Dense_0/kernel in the twin has (8, 24)"
+            ),
+            "transformer.h.1.mlp.c_fc.bias": (
+                f"shape (32,) in Flax's layout, and {DECODER}_1/MlpBlock_0/Dense_0/bias "
+                "in the twin has (24"
+            ),
+            "transformer.h.1.mlp.c_proj.weight": (
+                f"and {DECODER}_1/MlpBlock_0/Dense_1/kernel in the twin has (24, 8)"
+            ),
+            "transformer.h.1.mlp.c_proj.bias": (
+                f"its layer does not fit that of {DECODER}_1/MlpBlock_0/Dense_1/bias in the twin"
+            ),
+        },
+        {
+            f"{DECODER}_1/MlpBlock_0/Dense_0/kernel": (
+                "and transformer.h.1.mlp.c_fc.weight in the module has (8, 32)"
+            ),
+            f"{DECODER}_1/MlpBlock_0/Dense_0/bias": (
+                "and transformer.h.1.mlp.c_fc.bias in the module has (32,)"
+            ),
+            f"{DECODER}_1/MlpBlock_0/Dense_1/kernel": (
+                "and transformer.h.1.mlp.c_proj.weight in the module has (32, 8)"
+            ),
+            f"{DECODER}_1/MlpBlock_0/Dense_1/bias": (
+                "its layer does not fit that of transformer.h.1.mlp.c_proj.bias in the module"
+            ),
         },
     ),
     "a layer that the twin has not": (
-        GPT("separate", 2), TransformerLM(2, logits=False),
-        {"lm_head.weight": "the twin has no kernel of shape (8, 11) left", "lm_head.bias": "the twin has no bias of shape (11,) left"}, {},
+        GPT("separate", 2),
+        TransformerLM(2, logits=False),
+        {
+            "lm_head.weight": "the twin has no kernel of shape (8, 11) left",
+            "lm_head.bias": "the twin has no bias of shape (11,) left",
+        },
+        {},
     ),
     "biases that the module has not": (
-        GPT("torch", 1), TransformerLM(1, bias=True), {}, {
-            f"{DECODER}_0/MultiHeadDotProductAttention_0/{of}/bias": f"transformer.h.0.attn.{of} has no bias of shape"
+        GPT("torch", 1),
+        TransformerLM(1, bias=True),
+        {},
+        {
+            f"{DECODER}_0/MultiHeadDotProductAttention_0/{of}/bias": (
+                f"transformer.h.0.attn.{of} has no bias of shape"
+            )
             for of in ("query", "key", "value", "out")
         },
     ),
     "a block that the twin has not": (
-        GPT("torch", 3), TransformerLM(2),
-        {name: "the twin has 2 such blocks" for name, _ in GPT("separate", 3).named_parameters() if ".h.2." in name and "attn" not in name}
-        | {f"transformer.h.2.attn.in_proj_weight[{of}]": "the twin has 2 such blocks" for of in ("query", "key", "value")}
-        | {"transformer.h.2.attn.out_proj.weight": "the twin has 2 such blocks"}, {},
+        GPT("torch", 3),
+        TransformerLM(2),
+        {
+            name: "the twin has 2 such blocks"
+            for name, _ in GPT("separate", 3).named_parameters()
+            if ".h.2." in name and "attn" not in name
+        }
+        | {
+            f"transformer.h.2.attn.in_proj_weight[{of}]": "the twin has 2 such blocks"
+            for of in ("query", "key", "value")
+        }
+        | {"transformer.h.2.attn.out_proj.weight": "the twin has 2 such blocks"},
+        {},
     ),
 }
 
@@ -419,11 +566,21 @@ def test_mismatches_are_reported_by_name(name: str) -> None:
     for expected, unmatched in ((ours, found.unmatched), (theirs, found.unmatched_twin)):
         assert set(expected) == set(unmatched), str(found)
         for label, reason in expected.items():
-            assert reason in unmatched[label] and f"{label} " in str(found) and unmatched[label] in str(found)
-    assert (report["unmatched"], report["unmatched_twin"]) == (found.unmatched, found.unmatched_twin)
+            assert (
+                reason in unmatched[label]
+                and f"{label} " in str(found)
+                and unmatched[label] in str(found)
+            )
+    assert (report["unmatched"], report["unmatched_twin"]) == (
+        found.unmatched,
+        found.unmatched_twin,
+    )
     assert [tuple(row.values()) for row in report["matched"]] == found.matched
     for convert in (found.to_flax, found.to_torch):
-        with pytest.raises(RuntimeError, match=r"are not\n(.|\n)*Give rules for what is not matched, or strict=False"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"are not\n(.|\n)*Give rules for what is not matched, or strict=False",
+        ):
             convert()
     assert found.to_flax(strict=False)
 
@@ -433,34 +590,65 @@ class Same(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList(nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)}) for _ in range(2))
+        self.encoder = nn.ModuleList(
+            nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)}) for _ in range(2)
+        )
 
 
 def same_twin() -> dict[str, Any]:
     dense = {"bias": jnp.zeros(3), "kernel": jnp.zeros((3, 3))}
-    return {"params": {"layers": {str(i): {"down": dict(dense), "up": dict(dense)} for i in range(2)}}}
+    return {
+        "params": {"layers": {str(i): {"down": dict(dense), "up": dict(dense)} for i in range(2)}}
+    }
 
 
 def test_rules() -> None:
-    for more in ({}, {"batch_stats": {"count": {"mean": jnp.zeros(2)}}}):  # collections in some order say nothing of the order in them
+    # collections in some order say nothing of the order in them
+    for more in ({}, {"batch_stats": {"count": {"mean": jnp.zeros(2)}}}):
         found = name_map(Same(), same_twin() | more)
-        assert not found.matched and found.unmatched["encoder.1.one.bias"] == "any of 2 could be layers/1/down and layers/1/up"
+        assert (
+            not found.matched
+            and found.unmatched["encoder.1.one.bias"]
+            == "any of 2 could be layers/1/down and layers/1/up"
+        )
     for rules, expected in (
         ({"encoder.*.one": "layers/*/up"}, {"one": "up", "other": "down"}),
-        ({"encoder.*.other.weight": "layers/*/up/kernel", "encoder.*.other.bias": "params/layers/*/up/bias"},
-         {"one": "down", "other": "up"}),
+        (
+            {
+                "encoder.*.other.weight": "layers/*/up/kernel",
+                "encoder.*.other.bias": "params/layers/*/up/bias",
+            },
+            {"one": "down", "other": "up"},
+        ),
     ):
         found = name_map(Same(), same_twin(), rules)
-        ours = {torch.rpartition(".")[0]: flax.split("/", 1)[1].rpartition("/")[0] for torch, flax, _ in found.matched}
-        assert ours == {f"encoder.{i}.{a}": f"layers/{i}/{b}" for i in range(2) for a, b in expected.items()}, str(found)
+        ours = {
+            torch.rpartition(".")[0]: flax.split("/", 1)[1].rpartition("/")[0]
+            for torch, flax, _ in found.matched
+        }
+        assert ours == {
+            f"encoder.{i}.{a}": f"layers/{i}/{b}" for i in range(2) for a, b in expected.items()
+        }, str(found)
         assert {why for *_, why in found.matched} == {"rule", "shape"}
-    found = name_map(Same(), same_twin(), {"encoder.*.one": "layers/*/up", "encoder.*.other": "layers/*/down"})
-    assert {why for *_, why in found.matched} == {"rule"} and not found.unmatched and not found.unmatched_twin  # nothing is left to search
+    found = name_map(
+        Same(), same_twin(), {"encoder.*.one": "layers/*/up", "encoder.*.other": "layers/*/down"}
+    )
+    # nothing is left to search
+    assert (
+        {why for *_, why in found.matched} == {"rule"}
+        and not found.unmatched
+        and not found.unmatched_twin
+    )
     found = name_map(Same(), same_twin(), {"encoder.*.one": "layers/*/sideways"})
-    assert found.unmatched["encoder.1.one.bias"] == "the rule 'encoder.*.one' says layers/1/sideways, which the twin does not have"
+    assert (
+        found.unmatched["encoder.1.one.bias"]
+        == "the rule 'encoder.*.one' says layers/1/sideways, which the twin does not have"
+    )
     with pytest.raises(ValueError, match=r"rules: 'decoder\.\*' fits no tensor of the module"):
         name_map(Same(), same_twin(), {"decoder.*": "layers/*"})
-    with pytest.raises(TypeError, match=r"twin: expected an nnx\.Module or the variables of a linen module"):
+    with pytest.raises(
+        TypeError, match=r"twin: expected an nnx\.Module or the variables of a linen module"
+    ):
         name_map(Same(), TransformerLM())  # type: ignore[arg-type]
 
 

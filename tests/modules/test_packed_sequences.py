@@ -1,4 +1,7 @@
-"""torch.nn.utils.rnn inside transforms, and recurrent layers of packed sequences, beside plain PyTorch."""
+"""torch.nn.utils.rnn inside transforms, and recurrent layers of packed sequences, beside plain
+PyTorch.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -23,32 +26,50 @@ SORTED, UNSORTED = [5, 3, 3, 1], [2, 5, 1, 4]
 
 def _round(x, lengths, **options):
     packed = pack_padded_sequence(x * 2, lengths, batch_first=True, **options)
-    return pad_packed_sequence(packed._replace(data=packed.data.sin()), batch_first=True, padding_value=-1.5, total_length=6)
+    return pad_packed_sequence(
+        packed._replace(data=packed.data.sin()),
+        batch_first=True,
+        padding_value=-1.5,
+        total_length=6,
+    )
 
 
 CASES = {
     "sorted": lambda x: pack_padded_sequence(x, SORTED)[:2],
     "not sorted": lambda x: tuple(pack_padded_sequence(x, UNSORTED, enforce_sorted=False)),
-    "lengths as a tensor": lambda x: pack_padded_sequence(x, torch.tensor(UNSORTED), enforce_sorted=False).data,
+    "lengths as a tensor": lambda x: (
+        pack_padded_sequence(x, torch.tensor(UNSORTED), enforce_sorted=False).data
+    ),
     "there and back": lambda x: _round(x.transpose(0, 1), SORTED),
-    "there and back, not sorted": lambda x: _round(x.transpose(0, 1), UNSORTED, enforce_sorted=False),
+    "there and back, not sorted": lambda x: _round(
+        x.transpose(0, 1), UNSORTED, enforce_sorted=False
+    ),
     "a list": lambda x: pack_sequence([x[:4, 0], x[:2, 1], x[:1, 2]])[:2],
     "a list, not sorted": lambda x: pack_sequence([x[:2, 0], x[:5, 1]], enforce_sorted=False).data,
-    "unpacked": lambda x: unpack_sequence(pack_sequence([x[:2, 0] * x[1:3, 1], x[:5, 1]], enforce_sorted=False)),
+    "unpacked": lambda x: unpack_sequence(
+        pack_sequence([x[:2, 0] * x[1:3, 1], x[:5, 1]], enforce_sorted=False)
+    ),
     "padded list": lambda x: pad_sequence([x[:2, 0], x[:5, 1].exp()], padding_value=3.0),
     "one feature dimension less": lambda x: pack_padded_sequence(x[..., 0], SORTED).data,
     "inner autograd": lambda x: torch.autograd.grad(
-        pack_padded_sequence(y := x * 1 if x.requires_grad else (x * 1).requires_grad_(), SORTED).data.sin().sum(), y, create_graph=True
+        pack_padded_sequence(y := x * 1 if x.requires_grad else (x * 1).requires_grad_(), SORTED)
+        .data.sin()
+        .sum(),
+        y,
+        create_graph=True,
     )[0],
 }
 
 
-#: Cases that make test leaves out: they take long to compile, and prove what a neighbour proves too.
+#: Cases that make test leaves out: they take long to compile, and prove what a neighbour proves
+#: too.
 SLOW = {"a list", "there and back"}
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
+)
 def test_packing(name):
     x, grads = torch.randn(5, 4, 2), "autograd" not in name
     in_every_way(CASES[name], x, grads=grads, lanes="jit" if name == "unpacked" else True)
@@ -59,14 +80,22 @@ def test_packing(name):
 def _not_mapped_without_jit(run, *xs):
     """torch.func's vmap refuses a function that asks for values, and so does what PyTorch runs."""
     for T in (torch.func, torchfunc_jax, torchfunc_jax):
-        with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::|vmap: It looks like you're calling \.item\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"Batching rule not implemented for aten::|vmap: It looks like "
+                r"you're calling \.item\(\)"
+            ),
+        ):
             T.vmap(run)(*[x[None] for x in xs])
         assert torch._C._functorch.peek_interpreter_stack() is None
 
 
 LAYERS = {
     "LSTM": lambda: torch.nn.LSTM(2, 3),
-    "LSTM of two layers, both ways, projected": lambda: torch.nn.LSTM(2, 3, num_layers=2, bidirectional=True, proj_size=2),
+    "LSTM of two layers, both ways, projected": lambda: torch.nn.LSTM(
+        2, 3, num_layers=2, bidirectional=True, proj_size=2
+    ),
     "GRU": lambda: torch.nn.GRU(2, 3, bidirectional=True),
     "RNN": lambda: torch.nn.RNN(2, 3, bias=False),
     "RNN of relu": lambda: torch.nn.RNN(2, 3, nonlinearity="relu", num_layers=2),
@@ -79,7 +108,11 @@ _FAST = {("LSTM", False), ("RNN of relu", True)}
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("sorted_", "name"),
-    [pytest.param(s, n, marks=() if (n, s) in _FAST else pytest.mark.slow) for s in (True, False) for n in LAYERS],
+    [
+        pytest.param(s, n, marks=() if (n, s) in _FAST else pytest.mark.slow)
+        for s in (True, False)
+        for n in LAYERS
+    ],
 )
 def test_recurrent_layers(name, sorted_):
     layer = LAYERS[name]()
@@ -87,11 +120,18 @@ def test_recurrent_layers(name, sorted_):
 
     def run(x, *params):
         packed = pack_padded_sequence(x, SORTED if sorted_ else UNSORTED, enforce_sorted=sorted_)
-        out, state = torch.func.functional_call(layer, dict(zip(names, params, strict=True)), (packed,))
+        out, state = torch.func.functional_call(
+            layer, dict(zip(names, params, strict=True)), (packed,)
+        )
         return pad_packed_sequence(out)[0], state
 
     # three models, each on its own data
-    in_every_way(run, torch.randn(5, 4, 2), *[p.detach() for p in layer.parameters()], lanes=sorted_ and name in ("LSTM", "GRU"))
+    in_every_way(
+        run,
+        torch.randn(5, 4, 2),
+        *[p.detach() for p in layer.parameters()],
+        lanes=sorted_ and name in ("LSTM", "GRU"),
+    )
 
 
 @pytest.mark.thin(2)
@@ -113,7 +153,10 @@ def test_an_initial_state_in_the_order_of_the_batch(name):
 
 def test_an_ensemble_of_layers():
     layers = [torch.nn.LSTM(2, 3) for _ in range(3)]
-    params = {name: torch.stack([layer.get_parameter(name).detach() for layer in layers]) for name, _ in layers[0].named_parameters()}
+    params = {
+        name: torch.stack([layer.get_parameter(name).detach() for layer in layers])
+        for name, _ in layers[0].named_parameters()
+    }
     x = torch.randn(5, 4, 2)
     packed = pack_padded_sequence(x, UNSORTED, enforce_sorted=False)
 
@@ -128,13 +171,18 @@ def test_an_ensemble_of_layers():
     same(jit(vmap(last, (0, None)))(params, x), expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ("LSTM", "RNN") else pytest.mark.slow) for n in LAYERS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("LSTM", "RNN") else pytest.mark.slow) for n in LAYERS],
+)
 def test_a_captured_packed_sequence(name):
     layer = LAYERS[name]()
     packed = pack_padded_sequence(torch.randn(5, 4, 2), UNSORTED, enforce_sorted=False)
 
     def run(scale):
-        return layer(packed)[0].data.sum() * scale, layer(packed._replace(data=packed.data * scale))[0].data.sum()
+        return layer(packed)[0].data.sum() * scale, layer(
+            packed._replace(data=packed.data * scale)
+        )[0].data.sum()
 
     scales = torch.tensor([0.5, 2.0])
     same(vmap(run)(scales), torch.stack([torch.stack(run(s)) for s in scales]).unbind(1))
@@ -142,19 +190,27 @@ def test_a_captured_packed_sequence(name):
 
 def test_lengths_that_change_between_calls():
     x = torch.randn(5, 4, 2)
-    run = jit(lambda x, lengths: _round(x.transpose(0, 1), list(lengths), enforce_sorted=False)[0], static_argnums=1)
+    run = jit(
+        lambda x, lengths: _round(x.transpose(0, 1), list(lengths), enforce_sorted=False)[0],
+        static_argnums=1,
+    )
     for lengths in (UNSORTED, SORTED, [1, 1, 1, 1], UNSORTED):
         same(run(x, tuple(lengths)), _round(x.transpose(0, 1), lengths, enforce_sorted=False)[0])
 
 
-@pytest.mark.parametrize("lengths, options", [([1, 5, 2, 2], {}), ([5, 3, 3, 0], {}), ([5, 3, 3], {}), ([5, 3, 3, 1], {"x": (5, 4, 0)})])
+@pytest.mark.parametrize(
+    "lengths, options",
+    [([1, 5, 2, 2], {}), ([5, 3, 3, 0], {}), ([5, 3, 3], {}), ([5, 3, 3, 1], {"x": (5, 4, 0)})],
+)
 def test_what_pytorch_refuses(lengths, options):
     x = torch.randn(options.get("x", (5, 4, 2)))
     with pytest.raises(RuntimeError) as expected:
         pack_padded_sequence(x, lengths)
     for wrapped in (jit, vmap):
         with pytest.raises(RuntimeError) as found:
-            wrapped(lambda x: pack_padded_sequence(x, lengths).data)(x[None] if wrapped is vmap else x)
+            wrapped(lambda x: pack_padded_sequence(x, lengths).data)(
+                x[None] if wrapped is vmap else x
+            )
         assert str(expected.value)[:40] in str(found.value)
 
 

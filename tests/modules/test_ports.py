@@ -1,4 +1,7 @@
-"""Modules beside their ports to JAX and Flax: right ports pass; of wrong ones the layer is named where they begin to differ."""
+"""Modules beside their ports to JAX and Flax: right ports pass; of wrong ones the layer is named
+where they begin to differ.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -31,7 +34,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 LINEAR = lambda: nn.Linear(3, 2)
 
 
-# -- right ports -------------------------------------------------------------------------------------------------------------------
+# -- right ports -----------------------------------------------------------------------------------
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -93,8 +96,15 @@ class Block(nn.Module):
 
 
 class NNXBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, axis: int = -1, eps: float = 1e-5, approximate: bool = False, residual: bool = True,
-                 heads: bool = True) -> None:
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        axis: int = -1,
+        eps: float = 1e-5,
+        approximate: bool = False,
+        residual: bool = True,
+        heads: bool = True,
+    ) -> None:
         self.norm1, self.norm2 = (nnx.LayerNorm(8, epsilon=e, rngs=rngs) for e in (1e-5, eps))
         self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
         self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
@@ -115,7 +125,11 @@ class NNXBlock(nnx.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(7, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(7, 4),
+            nn.LSTM(4, 5, batch_first=True),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.head(self.lstm(self.embedding(words))[0][:, -1])
@@ -174,7 +188,9 @@ def randomized(module: nn.Module) -> nn.Module:
 def report(case_name: str) -> Any:
     case = RIGHT[case_name]
     torch.manual_seed(0)
-    return port_parity(randomized(case.module()), case.port, torch.randn(case.shape), **case.options)
+    return port_parity(
+        randomized(case.module()), case.port, torch.randn(case.shape), **case.options
+    )
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -197,22 +213,29 @@ def test_a_port_that_does_not_run_in_float64() -> None:
     found = port_parity(randomized(Recurrent()), FlaxRecurrent(), WORDS)
     assert found.equal, str(found)
     assert [c.dtype for c in found.checks] == ["float32"] and "gradients" in found.checks[0].agreed
-    assert "not compared in float64: port: " in found.notes[0] and "sum of two tensors" in found.notes[1]
+    assert (
+        "not compared in float64: port: " in found.notes[0]
+        and "sum of two tensors" in found.notes[1]
+    )
 
 
 def test_a_port_that_goes_on_in_float32() -> None:
     port = functools.partial(NNXScaled, 4, 4)
     found = port_parity(randomized(Scaled(4, 4)), port, torch.randn(2, 3, 4), **QUICK)
-    assert found.equal and re.search(r"float32 at .*test_ports.py:\d+: return nnx.dot_product_attention", found.notes[0]), str(found)
+    assert found.equal and re.search(
+        r"float32 at .*test_ports.py:\d+: return nnx.dot_product_attention", found.notes[0]
+    ), str(found)
 
 
 def test_steps_that_diverge_are_not_compared() -> None:
     wild = lambda params: torch.optim.SGD(params, 1e200)
-    found = port_parity(mlp(), mlp_port, X, variables=mlp_params, optimizer=(wild, optax.sgd(1e200)), **QUICK)
+    found = port_parity(
+        mlp(), mlp_port, X, variables=mlp_params, optimizer=(wild, optax.sgd(1e200)), **QUICK
+    )
     assert found.equal and "not finite" in found.notes[0] and "steps" not in found.checks[0].agreed
 
 
-# -- wrong ports -------------------------------------------------------------------------------------------------------------------
+# -- wrong ports -----------------------------------------------------------------------------------
 class Wrong(NamedTuple):
     """A case whose port has a fault: where it is to be found, and in which mode."""
 
@@ -232,18 +255,36 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.3)
+        self.q, self.k, self.v, self.drop = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop((self.q(x) @ self.k(x).mT).softmax(-1)) @ self.v(x)
 
 
-def attention_port(params: Any, x: Any, key: Any, train: bool, dropped: bool = False, rate: float = 0.3, bias: bool = True) -> Any:
+def attention_port(
+    params: Any,
+    x: Any,
+    key: Any,
+    train: bool,
+    dropped: bool = False,
+    rate: float = 0.3,
+    bias: bool = True,
+) -> Any:
     """With the module's names."""
-    q, k, v = (x @ params[f"{name}.weight"].T + params[f"{name}.bias"] * (bias or name != "v") for name in "qkv")
+    q, k, v = (
+        x @ params[f"{name}.weight"].T + params[f"{name}.bias"] * (bias or name != "v")
+        for name in "qkv"
+    )
     weights = jax.nn.softmax(q @ k.mT, -1)
     if train or dropped:
-        weights = jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+        weights = jnp.where(
+            jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0
+        )
     return weights @ v
 
 
@@ -258,9 +299,13 @@ class Sum(nn.Module):
 
 def batch_norm(params: Any, state: Any, x: Any, train: bool) -> Any:
     """With the module's names; its momentum is the share of the old statistics."""
-    mean, var = (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    mean, var = (
+        (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    )
     x = x @ params["0.weight"].T + params["0.bias"]
-    mean, var = (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    mean, var = (
+        (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
+    )
     y = (x - mean) / jnp.sqrt(var + 1e-5) * params["1.weight"] + params["1.bias"]
     if train:
         new = {"1.running_mean": mean, "1.running_var": x.var(0, ddof=1)}
@@ -280,11 +325,14 @@ class Deep(nn.Module):
 
 
 def stacked(tensors: dict[str, jax.Array]) -> Any:
-    return tuple(jnp.stack([tensors[f"layers.{i}.{name}"] for i in range(3)]) for name in ("weight", "bias"))
+    return tuple(
+        jnp.stack([tensors[f"layers.{i}.{name}"] for i in range(3)]) for name in ("weight", "bias")
+    )
 
 
 def deep_port(params: Any, x: Any, wrong: int = -1) -> Any:
     """Its layers are the steps of a loop."""
+
     def step(x: Any, each: Any) -> Any:
         i, (w, b) = each
         return jnp.tanh(x @ w.T + jnp.where(i == wrong, 0, b)), None
@@ -299,46 +347,148 @@ class WithLoss(nn.Linear):
 
 block = functools.partial(functools.partial, NNXBlock)
 WRONG = {
-    "softmax along the wrong axis": Wrong(Block, block(axis=-2), (2, 5, 8), "", "softmax", words=r"weights = jax.nn.softmax\(scores"),
-    "another eps in a layer norm": Wrong(Block, block(eps=1e-6), (2, 5, 8), "norm2", "layer_norm", words=r"self.down\(jax.nn.gelu"),
+    "softmax along the wrong axis": Wrong(
+        Block, block(axis=-2), (2, 5, 8), "", "softmax", words=r"weights = jax.nn.softmax\(scores"
+    ),
+    "another eps in a layer norm": Wrong(
+        Block, block(eps=1e-6), (2, 5, 8), "norm2", "layer_norm", words=r"self.down\(jax.nn.gelu"
+    ),
     "gelu by tanh": Wrong(Block, block(approximate=True), (2, 5, 8), "act", "gelu"),
-    "no residual": Wrong(Block, block(residual=False), (2, 5, 8), "", "add", words="return x \\+ self.down"),
+    "no residual": Wrong(
+        Block, block(residual=False), (2, 5, 8), "", "add", words="return x \\+ self.down"
+    ),
     "heads in another order": Wrong(Block, block(heads=False), (2, 5, 8), "out", "linear"),
-    "batch norm's momentum as in torch": Wrong(CNN, FlaxCNN(momentum=0.1), (2, 2, 8, 8), "bn1", "running_mean", "train"),
+    "batch norm's momentum as in torch": Wrong(
+        CNN, FlaxCNN(momentum=0.1), (2, 2, 8, 8), "bn1", "running_mean", "train"
+    ),
     "momentum of another convention, in plain JAX": Wrong(
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), batch_norm, (6, 3), "1", "running_mean", "train"),
-    "a convolution padded as SAME": Wrong(CNN, FlaxCNN(padding="SAME"), (2, 2, 8, 8), "conv1", "conv2d"),
-    "an average that counts padding": Wrong(CNN, FlaxCNN(count=True), (2, 2, 8, 8), "pool", "avg_pool2d"),
-    "dropout left on in linen": Wrong(CNN, FlaxCNN(dropped=True), (2, 2, 8, 8), "drop", "dropout", words="draws random numbers"),
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+        batch_norm,
+        (6, 3),
+        "1",
+        "running_mean",
+        "train",
+    ),
+    "a convolution padded as SAME": Wrong(
+        CNN, FlaxCNN(padding="SAME"), (2, 2, 8, 8), "conv1", "conv2d"
+    ),
+    "an average that counts padding": Wrong(
+        CNN, FlaxCNN(count=True), (2, 2, 8, 8), "pool", "avg_pool2d"
+    ),
+    "dropout left on in linen": Wrong(
+        CNN, FlaxCNN(dropped=True), (2, 2, 8, 8), "drop", "dropout", words="draws random numbers"
+    ),
     "dropout left on in plain JAX": Wrong(
-        Attention, functools.partial(attention_port, dropped=True), (2, 5, 4), "drop", "dropout", words="draws random numbers"),
-    "another rate of dropout": Wrong(Attention, functools.partial(attention_port, rate=0.6), (2, 5, 4), "drop", "dropout", "train", False),
-    "a bias that is not added": Wrong(Attention, functools.partial(attention_port, bias=False), (2, 5, 4), "v", "linear"),
+        Attention,
+        functools.partial(attention_port, dropped=True),
+        (2, 5, 4),
+        "drop",
+        "dropout",
+        words="draws random numbers",
+    ),
+    "another rate of dropout": Wrong(
+        Attention,
+        functools.partial(attention_port, rate=0.6),
+        (2, 5, 4),
+        "drop",
+        "dropout",
+        "train",
+        False,
+    ),
+    "a bias that is not added": Wrong(
+        Attention, functools.partial(attention_port, bias=False), (2, 5, 4), "v", "linear"
+    ),
     "a layer without its bias": Wrong(
-        CNN, FlaxCNN(bias=False), (2, 2, 8, 8), "conv2", "conv2d", words="conv2.bias: the port does not have it"),
+        CNN,
+        FlaxCNN(bias=False),
+        (2, 2, 8, 8),
+        "conv2",
+        "conv2d",
+        words="conv2.bias: the port does not have it",
+    ),
     "a square weight transposed": Wrong(
-        mlp, functools.partial(mlp_port, turned=True), (5, 3), "2", "linear", words="With 2.weight transposed the outputs agree",
-        options={"variables": mlp_params}),
+        mlp,
+        functools.partial(mlp_port, turned=True),
+        (5, 3),
+        "2",
+        "linear",
+        words="With 2.weight transposed the outputs agree",
+        options={"variables": mlp_params},
+    ),
     "a mean in place of a sum": Wrong(
-        lambda: pooled(Sum()), lambda p, x: jnp.tanh(x @ p["0.weight"].T + p["0.bias"]).mean(1), (5, 3), "2", "sum"),
+        lambda: pooled(Sum()),
+        lambda p, x: jnp.tanh(x @ p["0.weight"].T + p["0.bias"]).mean(1),
+        (5, 3),
+        "2",
+        "sum",
+    ),
     "a loss that is a mean in place of a sum": Wrong(
-        mlp, mlp_port, (5, 3), "", "loss",
-        options={"variables": mlp_params, "loss": (lambda y: y.square().sum(), lambda y: (y**2).mean())}),
+        mlp,
+        mlp_port,
+        (5, 3),
+        "",
+        "loss",
+        options={
+            "variables": mlp_params,
+            "loss": (lambda y: y.square().sum(), lambda y: (y**2).mean()),
+        },
+    ),
     "a loss inside of the module": Wrong(
-        lambda: WithLoss(3, 3), lambda p, x: ((x @ p["weight"].T + p["bias"] - x) ** 2).mean(), (5, 3), "", "mse_loss"),
+        lambda: WithLoss(3, 3),
+        lambda p, x: ((x @ p["weight"].T + p["bias"] - x) ** 2).mean(),
+        (5, 3),
+        "",
+        "mse_loss",
+    ),
     "a bias in the second step of a loop": Wrong(
-        Deep, functools.partial(deep_port, wrong=1), (5, 3), "layers.1", "linear", words=r"return jnp.tanh\(x @ w.T",
-        options={"names": stacked}),
+        Deep,
+        functools.partial(deep_port, wrong=1),
+        (5, 3),
+        "layers.1",
+        "linear",
+        words=r"return jnp.tanh\(x @ w.T",
+        options={"names": stacked},
+    ),
     "another activation before a layer": Wrong(
-        lambda: pooled(nn.Linear(4, 2)), lambda p, x: jax.nn.relu(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
-        + p["2.bias"], (5, 3), "1", "tanh", sure=False, words="goes on computing with the output of layer '1'"),
+        lambda: pooled(nn.Linear(4, 2)),
+        lambda p, x: (
+            jax.nn.relu(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T + p["2.bias"]
+        ),
+        (5, 3),
+        "1",
+        "tanh",
+        sure=False,
+        words="goes on computing with the output of layer '1'",
+    ),
     "an input that is scaled": Wrong(
-        LINEAR, lambda p, x: x / 255 @ p["weight"].T + p["bias"], (5, 3), "", "linear", sure=False, words="the module's input, before"),
-    "not a number": Wrong(LINEAR, lambda p, x: (x @ p["weight"].T + p["bias"]) * jnp.nan, (5, 3), "", "linear", words="before the end"),
+        LINEAR,
+        lambda p, x: x / 255 @ p["weight"].T + p["bias"],
+        (5, 3),
+        "",
+        "linear",
+        sure=False,
+        words="the module's input, before",
+    ),
+    "not a number": Wrong(
+        LINEAR,
+        lambda p, x: (x @ p["weight"].T + p["bias"]) * jnp.nan,
+        (5, 3),
+        "",
+        "linear",
+        words="before the end",
+    ),
     "a gradient that is stopped": Wrong(
-        lambda: pooled(nn.Linear(4, 2)), lambda p, x: lax.stop_gradient(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
-        + p["2.bias"], (5, 3), "0", "weight", sure=False),
-}  # fmt: skip
+        lambda: pooled(nn.Linear(4, 2)),
+        lambda p, x: (
+            lax.stop_gradient(jnp.tanh(x @ p["0.weight"].T + p["0.bias"])) @ p["2.weight"].T
+            + p["2.bias"]
+        ),
+        (5, 3),
+        "0",
+        "weight",
+        sure=False,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -347,16 +497,27 @@ def test_the_layer_of_a_fault_is_named(name: str) -> None:
     torch.manual_seed(0)
     module = randomized(wrong.module())
     modes = ["eval"] if wrong.mode == "eval" else ["eval", "train"]
-    found = port_parity(module, wrong.port, torch.randn(wrong.shape), dtypes=["float64"], modes=modes, **wrong.options)
+    found = port_parity(
+        module,
+        wrong.port,
+        torch.randn(wrong.shape),
+        dtypes=["float64"],
+        modes=modes,
+        **wrong.options,
+    )
     assert not found.equal
     departure = found.departure
     assert departure is not None, str(found)
-    assert (departure.layer, departure.what, departure.sure) == (wrong.layer, wrong.what, wrong.sure), str(found)
+    assert (departure.layer, departure.what, departure.sure) == (
+        wrong.layer,
+        wrong.what,
+        wrong.sure,
+    ), str(found)
     assert next(c.mode for c in found.checks if c.difference is not None) == wrong.mode
     assert re.search(wrong.words, str(found)), str(found)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 TWICE = lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 TWICE3 = lambda: nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in ((3, 4), (4, 5), (5, 3))))
 
@@ -367,7 +528,10 @@ def dense(params: Any, x: Any, turned: bool = False) -> Any:
 
 
 def two(params: Any, x: Any) -> Any:
-    return jnp.tanh(x @ params["first"]["w"] + params["first"]["b"]) @ params["other"]["w"] + params["other"]["b"]
+    return (
+        jnp.tanh(x @ params["first"]["w"] + params["first"]["b"]) @ params["other"]["w"]
+        + params["other"]["b"]
+    )
 
 
 def two_params() -> Any:
@@ -380,32 +544,76 @@ def converted(tensors: dict[str, jax.Array]) -> Any:
 
 MAPPED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "torch's names": (LINEAR, lambda p, x: x @ p["weight"].T + p["bias"], {}),
-    "shapes, in Flax's layout": (LINEAR, dense, {"variables": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}),
+    "shapes, in Flax's layout": (
+        LINEAR,
+        dense,
+        {"variables": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}},
+    ),
     "shapes, in torch's layout": (
-        LINEAR, functools.partial(dense, turned=True), {"variables": {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}}),
-    "a function of a key makes them": (LINEAR, dense, {"variables": lambda key: {"w": jax.random.normal(key, (3, 2)), "b": jnp.ones(2)}}),
+        LINEAR,
+        functools.partial(dense, turned=True),
+        {"variables": {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}},
+    ),
+    "a function of a key makes them": (
+        LINEAR,
+        dense,
+        {"variables": lambda key: {"w": jax.random.normal(key, (3, 2)), "b": jnp.ones(2)}},
+    ),
     "a square weight in torch's layout": (
-        lambda: nn.Linear(3, 3), functools.partial(dense, turned=True),
-        {"variables": {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, "layout": "torch"}),
+        lambda: nn.Linear(3, 3),
+        functools.partial(dense, turned=True),
+        {"variables": {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, "layout": "torch"},
+    ),
     "numbered names": (
-        mlp, lambda p, x: mlp_port([(p[f"w{i}"], p[f"b{i}"]) for i in range(3)], x),
-        {"variables": lambda: {f"{k}{i}": v for i, wb in enumerate(mlp_params()) for k, v in zip("wb", wb, strict=True)}}),
+        mlp,
+        lambda p, x: mlp_port([(p[f"w{i}"], p[f"b{i}"]) for i in range(3)], x),
+        {
+            "variables": lambda: {
+                f"{k}{i}": v
+                for i, wb in enumerate(mlp_params())
+                for k, v in zip("wb", wb, strict=True)
+            }
+        },
+    ),
     "a map": (TWICE, two, {"variables": two_params, "names": {"0": "first", "2": "other"}}),
     "a function": (LINEAR, dense, {"names": converted}),
     "a function that returns a tuple, for a loop": (Deep, deep_port, {"names": stacked}),
     "a linen class, and a function for it": (
-        LINEAR, linen.Dense(2), {"names": lambda t: {"params": {"kernel": t["weight"].T, "bias": t["bias"]}}}),
+        LINEAR,
+        linen.Dense(2),
+        {"names": lambda t: {"params": {"kernel": t["weight"].T, "bias": t["bias"]}}},
+    ),
     "an nnx module, and a function for it": (
-        LINEAR, nnx.Linear(3, 2, rngs=nnx.Rngs(0)), {"names": lambda t: {"kernel": t["weight"].T, "bias": t["bias"]}}),
+        LINEAR,
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+        {"names": lambda t: {"kernel": t["weight"].T, "bias": t["bias"]}},
+    ),
     "a method of a module": (LINEAR, linen.Dense(2).apply, {}),
     "adam": (LINEAR, dense, {"names": converted, "optimizer": "adam"}),
     "an optimizer of one's own": (
-        LINEAR, dense,
-        {"names": converted, "optimizer": (lambda params: torch.optim.AdamW(params, 0.1), optax.adamw(0.1, weight_decay=1e-2))}),
+        LINEAR,
+        dense,
+        {
+            "names": converted,
+            "optimizer": (
+                lambda params: torch.optim.AdamW(params, 0.1),
+                optax.adamw(0.1, weight_decay=1e-2),
+            ),
+        },
+    ),
     "a loss, with targets": (
-        LINEAR, dense, {"names": converted, "targets": [torch.tensor([0, 1, 1, 0])], "loss": (
-            F.cross_entropy, lambda y, k: optax.softmax_cross_entropy_with_integer_labels(y, k).mean())}),
-}  # fmt: skip
+        LINEAR,
+        dense,
+        {
+            "names": converted,
+            "targets": [torch.tensor([0, 1, 1, 0])],
+            "loss": (
+                F.cross_entropy,
+                lambda y, k: optax.softmax_cross_entropy_with_integer_labels(y, k).mean(),
+            ),
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MAPPED)
@@ -415,27 +623,61 @@ def test_weights_find_their_arrays(name: str) -> None:
     before = {key: t.clone() for key, t in module.state_dict().items()}
     state = torch.get_rng_state()
     assert_port_parity(module, port, X, **QUICK, **options)
-    assert all(torch.equal(t, before[key]) for key, t in module.state_dict().items()) and module.training
+    assert (
+        all(torch.equal(t, before[key]) for key, t in module.state_dict().items())
+        and module.training
+    )
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_arrays_in_the_order_of_another_key_are_found_in_the_report() -> None:
     found = port_parity(randomized(mlp()), mlp_port, X, variables=mlp_params, **QUICK)
-    assert found.names == {f"params/{i}/{j}": f"{2 * i}.{name}" for i in range(3) for j, name in enumerate(("weight", "bias"))}
+    assert found.names == {
+        f"params/{i}/{j}": f"{2 * i}.{name}"
+        for i in range(3)
+        for j, name in enumerate(("weight", "bias"))
+    }
 
 
 def test_an_nnx_module_is_not_changed() -> None:
-    port = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, momentum=0.9, rngs=nnx.Rngs(0)))
+    port = nnx.Sequential(
+        nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, momentum=0.9, rngs=nnx.Rngs(0))
+    )
     before = jax.tree.map(np.array, nnx.state(port))
-    found = port_parity(randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"])
+    found = port_parity(
+        randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"]
+    )
     assert found.equal, str(found)
     assert "1.running_var follows the biased variance" in found.notes[0]
-    layers = {"layers": {"0": ("weight", "bias"), "1": ("weight", "bias", "running_mean", "running_var")}}
-    ends = {"0.weight": "kernel", "1.weight": "scale", "running_mean": "mean", "running_var": "var", "bias": "bias"}
-    by_hand = lambda t: {"layers": {layer: {ends.get(f"{layer}.{name}", ends.get(name)): t[f"{layer}.{name}"].T for name in names}
-                                    for layer, names in layers["layers"].items()}}
-    found = port_parity(randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), port, X, dtypes=["float64"], names=by_hand)
-    assert found.equal and "batch_stats/layers/1/var follows the biased variance" in found.notes[0], str(found)
+    layers = {
+        "layers": {"0": ("weight", "bias"), "1": ("weight", "bias", "running_mean", "running_var")}
+    }
+    ends = {
+        "0.weight": "kernel",
+        "1.weight": "scale",
+        "running_mean": "mean",
+        "running_var": "var",
+        "bias": "bias",
+    }
+    by_hand = lambda t: {
+        "layers": {
+            layer: {
+                ends.get(f"{layer}.{name}", ends.get(name)): t[f"{layer}.{name}"].T
+                for name in names
+            }
+            for layer, names in layers["layers"].items()
+        }
+    }
+    found = port_parity(
+        randomized(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))),
+        port,
+        X,
+        dtypes=["float64"],
+        names=by_hand,
+    )
+    assert (
+        found.equal and "batch_stats/layers/1/var follows the biased variance" in found.notes[0]
+    ), str(found)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, nnx.state(port)), before)
 
 
@@ -446,7 +688,10 @@ def test_the_line_of_a_port_of_integers() -> None:
 
     port = lambda p, words: jax.nn.sigmoid(p["0.weight"][words]) @ p["2.weight"].T + p["2.bias"]
     found = port_parity(randomized(Words()), port, WORDS, **QUICK)
-    assert (found.departure.layer, found.departure.what) == ("1", "tanh") and "jax.nn.sigmoid" in found.departure.port_line
+    assert (found.departure.layer, found.departure.what) == (
+        "1",
+        "tanh",
+    ) and "jax.nn.sigmoid" in found.departure.port_line
 
 
 def test_a_tensor_that_is_two_arrays_is_trained_apart() -> None:
@@ -460,26 +705,68 @@ def test_a_tensor_that_is_two_arrays_is_trained_apart() -> None:
             return self.two(self.one(x).tanh())
 
     untied = lambda t: {"one": t["one.weight"].T, "two": t["two.weight"].T}
-    found = port_parity(Tied(), lambda p, x: jnp.tanh(x @ p["one"]) @ p["two"], X, names=untied, **QUICK)
+    found = port_parity(
+        Tied(), lambda p, x: jnp.tanh(x @ p["one"]) @ p["two"], X, names=untied, **QUICK
+    )
     assert not found.equal and found.checks[0].difference.where == "gradient of params/one"
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str]] = {
-    "another shape": (LINEAR, dense, {"variables": {"w": jnp.ones((5, 2)), "b": jnp.ones(2)}},
-                      r"weight +- +(.|\n)*params/w +(.|\n)*names=\{"),
+    "another shape": (
+        LINEAR,
+        dense,
+        {"variables": {"w": jnp.ones((5, 2)), "b": jnp.ones(2)}},
+        r"weight +- +(.|\n)*params/w +(.|\n)*names=\{",
+    ),
     "one weight is transposed": (
-        TWICE3, three, {"variables": lambda: three_params(turned=True)},
-        r"params/2/w has the shape that 2.weight has in torch, .3, 5.; Flax's layout is its transpose"),
+        TWICE3,
+        three,
+        {"variables": lambda: three_params(turned=True)},
+        (
+            r"params/2/w has the shape that 2.weight has in torch, .3, 5.; "
+            r"Flax's layout is its transpose"
+        ),
+    ),
     "any of two": (TWICE, two, {"variables": two_params}, r"any of 2 could be"),
-    "a name that is none": (TWICE, two, {"variables": two_params, "names": {"7": "first"}}, "'7' fits no tensor of the module"),
+    "a name that is none": (
+        TWICE,
+        two,
+        {"variables": two_params, "names": {"7": "first"}},
+        "'7' fits no tensor of the module",
+    ),
     "names without arrays": (LINEAR, dense, {"names": {"weight": "w"}}, "give variables="),
-    "a function that raises": (LINEAR, dense, {"names": lambda t: t["wait"]}, "names: the function .* raised KeyError: 'wait'"),
-    "a missing name": (LINEAR, dense, {}, "port: with the module's arguments it raised KeyError: 'w'"),
-    "a port that raises": (LINEAR, lambda p, x: x @ p["weight"], {}, r"it raised TypeError: .*test_ports.py:\d+"),
+    "a function that raises": (
+        LINEAR,
+        dense,
+        {"names": lambda t: t["wait"]},
+        "names: the function .* raised KeyError: 'wait'",
+    ),
+    "a missing name": (
+        LINEAR,
+        dense,
+        {},
+        "port: with the module's arguments it raised KeyError: 'w'",
+    ),
+    "a port that raises": (
+        LINEAR,
+        lambda p, x: x @ p["weight"],
+        {},
+        r"it raised TypeError: .*test_ports.py:\d+",
+    ),
     "no port": (LINEAR, 3, {}, "port: .*int"),
-    "no state is returned": (LINEAR, lambda p, state, x: x @ p["weight"].T, {}, r"has to return \(output, state\)"),
-    "a module that raises": (lambda: nn.Linear(5, 2), dense, {}, "module: its call raised RuntimeError"),
-}  # fmt: skip
+    "no state is returned": (
+        LINEAR,
+        lambda p, state, x: x @ p["weight"].T,
+        {},
+        r"has to return \(output, state\)",
+    ),
+    "a module that raises": (
+        lambda: nn.Linear(5, 2),
+        dense,
+        {},
+        "module: its call raised RuntimeError",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -491,9 +778,13 @@ def test_what_cannot_be_compared_says_why(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"dtypes": ["int8"]}, "dtypes: expected 'float64' or 'float32', got 'int8'"), ({"modes": []}, r"modes: expected 'eval' or 'train'"),
-     ({"layout": "tf"}, "layout: expected 'flax' or 'torch', got 'tf'"), ({"optimizer": "lion"}, "optimizer: expected one of sgd, adam")],
-)  # fmt: skip
+    [
+        ({"dtypes": ["int8"]}, "dtypes: expected 'float64' or 'float32', got 'int8'"),
+        ({"modes": []}, r"modes: expected 'eval' or 'train'"),
+        ({"layout": "tf"}, "layout: expected 'flax' or 'torch', got 'tf'"),
+        ({"optimizer": "lion"}, "optimizer: expected one of sgd, adam"),
+    ],
+)
 def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         port_parity(LINEAR(), dense, X, **options)
@@ -503,8 +794,14 @@ def test_outputs_of_another_structure_shape_or_dtype() -> None:
     weights = lambda p, x: x @ p["weight"].T + p["bias"]
     for port, words in (
         (lambda p, x: (weights(p, x), x), "output: torch has one, the port has none"),
-        (lambda p, x: weights(p, x)[:, :1], r"output differs in shape: torch \(4, 2\), the port \(4, 1\)"),
-        (lambda p, x: weights(p, x).astype(jnp.float32), "output differs in dtype: torch torch.float64, the port torch.float32"),
+        (
+            lambda p, x: weights(p, x)[:, :1],
+            r"output differs in shape: torch \(4, 2\), the port \(4, 1\)",
+        ),
+        (
+            lambda p, x: weights(p, x).astype(jnp.float32),
+            "output differs in dtype: torch torch.float64, the port torch.float32",
+        ),
     ):
         with pytest.raises(ParityError, match=words):
             assert_port_parity(LINEAR(), port, X, **QUICK)
@@ -513,10 +810,14 @@ def test_outputs_of_another_structure_shape_or_dtype() -> None:
 def test_a_port_without_a_mode_is_compared_in_eval_mode() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
     found = port_parity(module, lambda p, x: x @ p["0.weight"].T + p["0.bias"], X, dtypes="float64")
-    assert found.equal and [c.mode for c in found.checks] == ["eval"] and "Only eval mode was compared" in found.notes[0]
+    assert (
+        found.equal
+        and [c.mode for c in found.checks] == ["eval"]
+        and "Only eval mode was compared" in found.notes[0]
+    )
 
 
-# -- the command -------------------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 FILES = {
     "model.py": """
         import torch
@@ -577,27 +878,59 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*args: str) -> Result:
-    return CliRunner().invoke(app, ["parity", *args], env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"})
+    return CliRunner().invoke(
+        app, ["parity", *args], env={"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
+    )
 
 
 #: What stands after the module -> the exit code, and what is printed.
 COMMANDS: dict[str, tuple[str, int, str]] = {
-    "a right port": ("--against port.py:Port", 0, "float64 .* equal: outputs, loss, gradients, optim"),
+    "a right port": (
+        "--against port.py:Port",
+        0,
+        "float64 .* equal: outputs, loss, gradients, optim",
+    ),
     "a file of names": ("--against port.py:Port --names names.json", 0, "equal: outputs"),
-    "a function for the arrays": ("--against port.py:Port --names port.py:convert", 0, "equal: outputs"),
-    "losses": ("--against port.py:Port --loss model.py:loss --port-loss port.py:loss --target randint(2,(5,)) --optimizer adam", 0,
-               "equal: outputs, loss"),
-    "a wrong port": ("--against port.py:wrong", 1, r"Surely, the first difference is in layer '1' \(LayerNorm"),
+    "a function for the arrays": (
+        "--against port.py:Port --names port.py:convert",
+        0,
+        "equal: outputs",
+    ),
+    "losses": (
+        (
+            "--against port.py:Port --loss model.py:loss --port-loss port.py:loss --target "
+            "randint(2,(5,)) --optimizer adam"
+        ),
+        0,
+        "equal: outputs, loss",
+    ),
+    "a wrong port": (
+        "--against port.py:wrong",
+        1,
+        r"Surely, the first difference is in layer '1' \(LayerNorm",
+    ),
     "a port of another shape": ("--against port.py:dense", 2, "params/bias"),
-    "a port without the parameters": ("--against port.py:apply --variables port.py:init", 1, "2.bias: the port does not have it"),
+    "a port without the parameters": (
+        "--against port.py:apply --variables port.py:init",
+        1,
+        "2.bias: the port does not have it",
+    ),
     "no such port": ("--against port.py:Prot", 2, "has no attribute 'Prot'"),
-    "no file of names": ("--against port.py:Port --names nome.json", 2, "--names: nome.json: .*No such"),
+    "no file of names": (
+        "--against port.py:Port --names nome.json",
+        2,
+        "--names: nome.json: .*No such",
+    ),
     "a file of other things": ("--against port.py:Port --names list.json", 2, "expected an object"),
     "an option of ports": ("--layout flax", 2, "--layout: it is of use with --against alone"),
-    "an option of functions": ("--against port.py:Port -t grad", 2, "--transform: --against has no use for it"),
+    "an option of functions": (
+        "--against port.py:Port -t grad",
+        2,
+        "--transform: --against has no use for it",
+    ),
     "one loss": ("--against port.py:Port --loss model.py:loss", 2, "both --loss"),
     "an optimizer that is none": ("--against port.py:Port --optimizer lion", 2, "one of sgd, adam"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -610,11 +943,24 @@ def test_the_command(name: str, files: None) -> None:
 
 
 def test_json_and_help(files: None) -> None:
-    assert "expected an nn.Module" in run("torch:sin", "--against", "port.py:Port", "--shape", "3").stderr
+    assert (
+        "expected an nn.Module"
+        in run("torch:sin", "--against", "port.py:Port", "--shape", "3").stderr
+    )
     result = run("model.py:Net", "--against", "port.py:wrong", "--json", *QUICKLY)
     read = json.loads(result.stdout)
-    assert result.exit_code == 1 and not read["equal"] and read["departure"]["layer"] == "1" and read["departure"]["sure"]
-    assert "port.py:" in read["departure"]["port_line"] and read["names"]["params/up/kernel"] == "0.weight"
-    assert [c["dtype"] for c in read["checks"]] == ["float64", "float32"] and read["checks"][0]["difference"]["port"]
+    assert (
+        result.exit_code == 1
+        and not read["equal"]
+        and read["departure"]["layer"] == "1"
+        and read["departure"]["sure"]
+    )
+    assert (
+        "port.py:" in read["departure"]["port_line"]
+        and read["names"]["params/up/kernel"] == "0.weight"
+    )
+    assert [c["dtype"] for c in read["checks"]] == ["float64", "float32"] and read["checks"][0][
+        "difference"
+    ]["port"]
     text = re.sub(r"[\s│]+", " ", run("--help").stdout)
     assert "--against port.py:FlaxNet" in text and "Beside a port" in text and "--port-loss" in text

@@ -1,4 +1,7 @@
-"""scan_blocks: equal blocks compiled once give what they give one by one, and blocks or calls that differ are refused by name."""
+"""scan_blocks: equal blocks compiled once give what they give one by one, and blocks or calls that
+differ are refused by name.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +22,9 @@ DEPTH, WIDTH = 5, 4
 
 
 class Block(nn.Module):
-    """Attention, a residual and a perceptron; ``number`` differs between blocks, and is not read."""
+    """Attention, a residual and a perceptron; ``number`` differs between blocks,
+    and is not read.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -36,7 +41,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Calls its blocks one after the other, as ``step`` says."""
 
-    def __init__(self, make: Callable[[int], nn.Module], step: Callable[..., Any], depth: int = DEPTH) -> None:
+    def __init__(
+        self, make: Callable[[int], nn.Module], step: Callable[..., Any], depth: int = DEPTH
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(make(k) for k in range(depth))
@@ -44,7 +51,10 @@ class Model(nn.Module):
         self.double().requires_grad_()
         with torch.no_grad():
             for k, p in enumerate(self.parameters()):
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(k), dtype=p.dtype) / 3)
+                p.copy_(
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(k), dtype=p.dtype)
+                    / 3
+                )
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         return self.step(self.layers, self.first(x), *args)
@@ -120,7 +130,11 @@ class Reading(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number, self.lin, self.scales = number, nn.Linear(WIDTH, WIDTH), [torch.full((), 2.0 + number, dtype=torch.float64)]
+        self.number, self.lin, self.scales = (
+            number,
+            nn.Linear(WIDTH, WIDTH),
+            [torch.full((), 2.0 + number, dtype=torch.float64)],
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x) * self.scales[0] if self.number >= 0 else x
@@ -163,7 +177,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "parametrized weights": lambda: (Model(Parametrized, one_by_one), ()),
     "an attribute that is read": lambda: (Model(Reading, one_by_one), ()),
     "one parameter of all blocks": lambda: (Model(Sharing, one_by_one), ()),
-    "a Sequential": lambda: (nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]).double(), ()),
+    "a Sequential": lambda: (
+        nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
+        ).double(),
+        (),
+    ),
 }
 
 
@@ -186,8 +205,15 @@ def params_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_gradients(name: str, remat: bool) -> None:
     model, args = MODELS[name]()
     params = params_of(model)
-    found = jit(scan_blocks(model, remat=remat)(grad(loss_of(model), has_aux=True)))(params, X, *args)
-    same(found, torch.func.grad(loss_of(model), has_aux=True)(params, X, *args), rtol=1e-10, atol=1e-10)
+    found = jit(scan_blocks(model, remat=remat)(grad(loss_of(model), has_aux=True)))(
+        params, X, *args
+    )
+    same(
+        found,
+        torch.func.grad(loss_of(model), has_aux=True)(params, X, *args),
+        rtol=1e-10,
+        atol=1e-10,
+    )
 
 
 @pytest.mark.parametrize("name", ["a transformer with a mask", "one parameter of all blocks"])
@@ -232,7 +258,8 @@ def test_under_transforms(transform: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # torch 2.15's attention on CPUs has no forward mode
         expected = made(torch.func, lambda f: f)
     same(jit(lambda: made(Ours, scan_blocks(model)))(), expected, rtol=1e-9, atol=1e-9)
-    same(made(Ours, scan_blocks(model)), expected, rtol=1e-9, atol=1e-9)  # un-jitted, the blocks run one by one
+    # un-jitted, the blocks run one by one
+    same(made(Ours, scan_blocks(model)), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -289,20 +316,34 @@ def test_in_a_jax_jit() -> None:
 
         def loss(p: Any) -> Any:
             with scan_blocks(model, "layers"):
-                return jnp.square(bridge.call(model, p, {}, (bridge.to_jax(X), bridge.to_jax(args[0])))[0]).mean()
+                return jnp.square(
+                    bridge.call(model, p, {}, (bridge.to_jax(X), bridge.to_jax(args[0])))[0]
+                ).mean()
 
         found = jax.jit(jax.grad(loss))(values)
-    expected = torch.func.grad(lambda p: functional_call(model, p, (X, *args)).square().mean())(params)
+    expected = torch.func.grad(lambda p: functional_call(model, p, (X, *args)).square().mean())(
+        params
+    )
     same({k: bridge.to_torch(found[k]) for k in expected}, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_python_and_programs_do_not_grow() -> None:
-    """Each block but two is only looked at: its Python does not run, and the program is as long as for fewer blocks."""
+    """Each block but two is only looked at: its Python does not run, and the program is as long as
+    for fewer blocks.
+    """
     operations = []
     for depth in (4, 12):
         calls = Traces(lambda x: x.tanh())
-        model = Model(lambda _, calls=calls: nn.Sequential(nn.Linear(WIDTH, WIDTH), _Called(calls)), one_by_one, depth)
-        fast = jit(scan_blocks(model, "layers")(grad(lambda p, model=model: functional_call(model, p, (X,)).sum())))
+        model = Model(
+            lambda _, calls=calls: nn.Sequential(nn.Linear(WIDTH, WIDTH), _Called(calls)),
+            one_by_one,
+            depth,
+        )
+        fast = jit(
+            scan_blocks(model, "layers")(
+                grad(lambda p, model=model: functional_call(model, p, (X,)).sum())
+            )
+        )
         fast(params_of(model))
         assert calls.count == 2
         operations.append(fast.programs()[0].operations)
@@ -323,17 +364,27 @@ def test_the_module_is_as_before() -> None:
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
     jit(scan_blocks(model)(model.forward))(X, *args)
     with pytest.raises(RuntimeError, match="of another structure"):
-        jit(scan_blocks(model)(lambda: [layer(X, *[MASK] * (k > 2)) for k, layer in enumerate(model.layers)]))()
+        jit(
+            scan_blocks(model)(
+                lambda: [layer(X, *[MASK] * (k > 2)) for k, layer in enumerate(model.layers)]
+            )
+        )()
     after = {name: dict(m.__dict__) for name, m in model.named_modules()}
-    assert before == after and all(type(m).__name__ == "Block" and type(m) is Block for m in model.layers)
+    assert before == after and all(
+        type(m).__name__ == "Block" and type(m) is Block for m in model.layers
+    )
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 class Scaled(nn.Module):
     def __init__(self, number: int, how: str) -> None:
         super().__init__()
         self.number, self.how = number, how
-        self.lin = nn.Linear(WIDTH, WIDTH + 1 if how == "shape" and number == 3 else WIDTH, bias=how != "bias" or number != 3)
+        self.lin = nn.Linear(
+            WIDTH,
+            WIDTH + 1 if how == "shape" and number == 3 else WIDTH,
+            bias=how != "bias" or number != 3,
+        )
         if how == "class" and number == 3:
             self.lin = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         if how == "parametrization" and number == 3:
@@ -412,31 +463,99 @@ def wrote(k: int, x: torch.Tensor, layers: Any) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "another shape": ("shape", one_by_one, r"layers\.3 differs from layers\.1: the shape of lin\.weight is \[5, 4\], not \[4, 4\]"),
+    "another shape": (
+        "shape",
+        one_by_one,
+        r"layers\.3 differs from layers\.1: the shape of lin\.weight is \[5, 4\], not \[4, 4\]",
+    ),
     "no bias": ("bias", one_by_one, r"layers\.3 differs .* \['lin\.bias'\] are None"),
     "another class": ("class", one_by_one, r"layers\.3 differs .* submodules"),
-    "another mode": ("mode", one_by_one, r"layers\.3 has another program than layers\.1, which reads .*drop\.training"),
+    "another mode": (
+        "mode",
+        one_by_one,
+        r"layers\.3 has another program than layers\.1, which reads .*drop\.training",
+    ),
     "a parametrization": ("parametrization", one_by_one, r"layers\.3 differs .* submodules"),
     "hooks": ("hooks", one_by_one, r"layers\.2 differs .* lin has other forward hooks"),
-    "a constant": ("constant", one_by_one, r"layers\.2 has another program than layers\.1, which reads number: mul has other operands"),
-    "control flow": ("control", one_by_one, r"layers\.3 has another program than layers\.1, which reads number: it has"),
-    "a rule's constant": ("rule", one_by_one, r"layers\.2 has another program than layers\.1, which reads number"),
-    "tensors in a tuple": ("tensors", one_by_one, r"layers\.2 has another program .* kept: it uses another tensor from outside"),
+    "a constant": (
+        "constant",
+        one_by_one,
+        r"layers\.2 has another program than layers\.1, which reads number: mul has other operands",
+    ),
+    "control flow": (
+        "control",
+        one_by_one,
+        r"layers\.3 has another program than layers\.1, which reads number: it has",
+    ),
+    "a rule's constant": (
+        "rule",
+        one_by_one,
+        r"layers\.2 has another program than layers\.1, which reads number",
+    ),
+    "tensors in a tuple": (
+        "tensors",
+        one_by_one,
+        r"layers\.2 has another program .* kept: it uses another tensor from outside",
+    ),
     "an attribute is set": ("attribute", one_by_one, r"changes its attribute last"),
     "a list grows": ("list", one_by_one, r"changes its attribute kept"),
-    "an argument is written": ("argument", one_by_one, r"layers\.1 writes to a tensor that is not its own"),
-    "a tensor from outside is written": ("outside", one_by_one, r"layers\.1 writes to a tensor that is not its own"),
+    "an argument is written": (
+        "argument",
+        one_by_one,
+        r"layers\.1 writes to a tensor that is not its own",
+    ),
+    "a tensor from outside is written": (
+        "outside",
+        one_by_one,
+        r"layers\.1 writes to a tensor that is not its own",
+    ),
     "another dtype": ("dtype", one_by_one, r"float32"),
-    "a number that differs": ("", each_with(lambda k, x: k), r"argument 1 of layers\.2 is not the one that the blocks before took"),
-    "a tensor that is made anew": ("", each_with(lambda k, x: torch.ones(3) * k), r"argument 1 of layers\.2 is not the one"),
-    "work between the blocks": ("", between(lambda k, x, _: x + 1), r"argument 0 of layers\.2 is not"),
-    "work after a block": ("", between(lambda k, x, _: x + 1 if k == 2 else x), r"argument 0 of layers\.3 is not what layers\.2 returned"),
-    "a write between the blocks": ("", between(lambda k, x, _: x.mul_(2) if k == 2 else x), r"argument 0 of layers\.3 is not what"),
-    "a write to a later block": ("", between(wrote), r"parameters or buffers of layers\.3 are changed"),
-    "some of the blocks": ("", lambda layers, x: one_by_one(list(layers)[:4], x), r"layers\.4 and the blocks after it are not called"),
-    "another order": ("", lambda layers, x: one_by_one(list(layers)[::-1], x), r"layers\.4 is called before layers\.0"),
-    "a block twice": ("", lambda layers, x: one_by_one([layers[0], layers[1], layers[1]], x), r"layers\.1 is called where layers\.2 comes"),
-}  # fmt: skip
+    "a number that differs": (
+        "",
+        each_with(lambda k, x: k),
+        r"argument 1 of layers\.2 is not the one that the blocks before took",
+    ),
+    "a tensor that is made anew": (
+        "",
+        each_with(lambda k, x: torch.ones(3) * k),
+        r"argument 1 of layers\.2 is not the one",
+    ),
+    "work between the blocks": (
+        "",
+        between(lambda k, x, _: x + 1),
+        r"argument 0 of layers\.2 is not",
+    ),
+    "work after a block": (
+        "",
+        between(lambda k, x, _: x + 1 if k == 2 else x),
+        r"argument 0 of layers\.3 is not what layers\.2 returned",
+    ),
+    "a write between the blocks": (
+        "",
+        between(lambda k, x, _: x.mul_(2) if k == 2 else x),
+        r"argument 0 of layers\.3 is not what",
+    ),
+    "a write to a later block": (
+        "",
+        between(wrote),
+        r"parameters or buffers of layers\.3 are changed",
+    ),
+    "some of the blocks": (
+        "",
+        lambda layers, x: one_by_one(list(layers)[:4], x),
+        r"layers\.4 and the blocks after it are not called",
+    ),
+    "another order": (
+        "",
+        lambda layers, x: one_by_one(list(layers)[::-1], x),
+        r"layers\.4 is called before layers\.0",
+    ),
+    "a block twice": (
+        "",
+        lambda layers, x: one_by_one([layers[0], layers[1], layers[1]], x),
+        r"layers\.1 is called where layers\.2 comes",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -455,7 +574,11 @@ def test_a_rule_that_differs_and_an_attribute_that_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("module", "names", "message"),
     [
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)), (), "has no nn.ModuleList or nn.Sequential of at least 3 equal"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)),
+            (),
+            "has no nn.ModuleList or nn.Sequential of at least 3 equal",
+        ),
         (Model(Block, one_by_one), ("first",), "got 'first'; Model has 'layers'"),
         (Model(Block, one_by_one), ("blocks",), "got 'blocks'; Model has 'layers'"),
         (nn.Sequential(*[nn.Linear(2, 2)] * 3), ("",), "one block is at two places of ''"),
@@ -474,7 +597,9 @@ def test_a_tensor_from_outside_that_differs_from_block_to_block_is_refused() -> 
             x = layer(x, factor)
         return x
 
-    with pytest.raises(RuntimeError, match=r"argument 1 of layers\.2 is not the one that the blocks before took"):
+    with pytest.raises(
+        RuntimeError, match=r"argument 1 of layers\.2 is not the one that the blocks before took"
+    ):
         jit(scan_blocks(nn.ModuleDict({"layers": layers}), "layers")(forward))(torch.ones(2, 4))
 
 
@@ -487,7 +612,7 @@ class Times(nn.Module):
         return self.linear(x) * factor
 
 
-# -- by itself -----------------------------------------------------------------------------------------------------------------------------
+# -- by itself -------------------------------------------------------------------------------------
 DEEP = 9
 SEEN: list[int] = []
 
@@ -533,21 +658,29 @@ def as_loops(model: nn.Module, *args: Any) -> bool:
     return any(e.primitive.name == "scan" and e.params["length"] == DEEP - 1 for e in jaxpr.eqns)
 
 
-@pytest.mark.parametrize(("make", "step", "args"), [
-    (Block, one_by_one, (MASK,)),
-    (Block, with_states, (MASK,)),
-    (Pair, of_tuples, ()),
-    (Recurrent, one_by_one, ()),
-    (Parametrized, one_by_one, ()),
-    (Sharing, one_by_one, ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "step", "args"),
+    [
+        (Block, one_by_one, (MASK,)),
+        (Block, with_states, (MASK,)),
+        (Pair, of_tuples, ()),
+        (Recurrent, one_by_one, ()),
+        (Parametrized, one_by_one, ()),
+        (Sharing, one_by_one, ()),
+    ],
+)
 def test_deep_models_are_loops_by_themselves(make: Any, step: Any, args: tuple[Any, ...]) -> None:
     model = deep(step, make)
     params = params_of(model)
     assert as_loops(model, X, *args)
     fast = jit(grad(loss_of(model), has_aux=True))
     for x in (X, X.sin()):  # the second call runs what the first has compiled
-        same(fast(params, x, *args), torch.func.grad(loss_of(model), has_aux=True)(params, x, *args), rtol=1e-12, atol=1e-12)
+        same(
+            fast(params, x, *args),
+            torch.func.grad(loss_of(model), has_aux=True)(params, x, *args),
+            rtol=1e-12,
+            atol=1e-12,
+        )
 
 
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "per sample", "ensemble", "backward"])
@@ -596,10 +729,20 @@ def test_deep_models_draw_and_write_as_in_torch() -> None:
         same(normed[0].state_dict(), normed[1].state_dict(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", [
-    "a counter", "a list of its own", "a list of the file", "a list among the arguments", "a tensor from outside", "its argument",
-    "a number that is read", "a rate that grows", "a hook on a gradient",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a counter",
+        "a list of its own",
+        "a list of the file",
+        "a list among the arguments",
+        "a tensor from outside",
+        "its argument",
+        "a number that is read",
+        "a rate that grows",
+        "a hook on a gradient",
+    ],
+)
 def test_what_deep_blocks_do_beside_their_result_is_done_for_each(how: str) -> None:
     models = [deep(make=lambda k: Noting(k, how)) for _ in range(2)]
     found = []
@@ -612,11 +755,14 @@ def test_what_deep_blocks_do_beside_their_result_is_done_for_each(how: str) -> N
             given = [] if how == "a list among the arguments" else None
             run(scale * X, *([given] if given is not None else [])).sum().backward()
             taken += [*(given or []), *[p.grad for p in model.parameters()]]
-        found.append((taken, list(SEEN), OUTSIDE.clone(), [(b.calls, b.kept) for b in model.layers]))
+        found.append(
+            (taken, list(SEEN), OUTSIDE.clone(), [(b.calls, b.kept) for b in model.layers])
+        )
     same(found[0][0], found[1][0], rtol=1e-12, atol=1e-12)
     same(found[0][2], found[1][2])
     assert found[0][3] == found[1][3]
-    if how != "a hook on a gradient":  # its Python runs when the program is made, as all of a jitted function's
+    # its Python runs when the program is made, as all of a jitted function's
+    if how != "a hook on a gradient":
         assert found[0][1] == found[1][1]
 
 
@@ -624,7 +770,9 @@ def test_what_deep_blocks_do_beside_their_result_is_done_for_each(how: str) -> N
 def test_hooks_of_deep_blocks_are_called_for_each(whose: str) -> None:
     model, calls = deep(make=Recurrent), []
     for block in model.layers:
-        (block if whose == "the blocks'" else block.cell).register_forward_hook(lambda *_: calls.append(1))
+        (block if whose == "the blocks'" else block.cell).register_forward_hook(
+            lambda *_: calls.append(1)
+        )
     same(jit(model.forward)(X), model(X).detach(), rtol=1e-12, atol=1e-12)
     assert len(calls) == 2 * DEEP and as_loops(model, X) == (whose == "the blocks'")
 
@@ -636,16 +784,19 @@ def frozen(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("step", [
-    frozen,
-    lambda layers, x: one_by_one(list(layers)[:7], x),
-    lambda layers, x: one_by_one(list(layers)[::-1], x),
-    lambda layers, x: one_by_one([layers[0], *layers], x),
-    lambda layers, x: one_by_one(layers, one_by_one(layers, x)),
-    lambda layers, x: sum(layer(x * k) for k, layer in enumerate(layers)),
-    lambda layers, x: sum(layer(x) for layer in layers),
-    lambda layers, x: [x := layer(x) + (k == 5) for k, layer in enumerate(layers)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "step",
+    [
+        frozen,
+        lambda layers, x: one_by_one(list(layers)[:7], x),
+        lambda layers, x: one_by_one(list(layers)[::-1], x),
+        lambda layers, x: one_by_one([layers[0], *layers], x),
+        lambda layers, x: one_by_one(layers, one_by_one(layers, x)),
+        lambda layers, x: sum(layer(x * k) for k, layer in enumerate(layers)),
+        lambda layers, x: sum(layer(x) for layer in layers),
+        lambda layers, x: [x := layer(x) + (k == 5) for k, layer in enumerate(layers)],
+    ],
+)
 def test_deep_blocks_that_are_called_in_other_ways(step: Any) -> None:
     models = [deep(step, lambda k: Scaled(k, "none")) for _ in range(2)]
     found = []
@@ -653,7 +804,12 @@ def test_deep_blocks_that_are_called_in_other_ways(step: Any) -> None:
         outs = wrapped(lambda x, model=model: model(x))(X)
         sum(out.sum() for out in (outs if isinstance(outs, list) else [outs])).backward()
         found.append((outs, [p.grad for p in model.parameters()]))
-    same([x for x in found[0][1] if x is not None], [x for x in found[1][1] if x is not None], rtol=1e-12, atol=1e-12)
+    same(
+        [x for x in found[0][1] if x is not None],
+        [x for x in found[1][1] if x is not None],
+        rtol=1e-12,
+        atol=1e-12,
+    )
     assert [x is None for x in found[0][1]] == [x is None for x in found[1][1]]
     assert all("forward" not in block.__dict__ for block in models[0].layers)
 

@@ -1,4 +1,5 @@
 """Every dtype cast to every other at its edges, and every way to cast, beside PyTorch."""
+
 from __future__ import annotations
 
 import math
@@ -14,25 +15,41 @@ _FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, *_FLOAT8
 _INTEGERS = [getattr(torch, f"{u}int{n}") for u in ("", "u") for n in (8, 16, 32, 64)]
 _DTYPES = [*_FLOATS, *_INTEGERS, torch.bool, torch.complex64, torch.complex128]
 
-_EDGES = [240, 248, 256, 448, 464, 465, 480, 500, 57344, 61440, 61441, 65504, 65519, 65520, 65536, 1e5, 1e10, 3.4e38, 3.5e38, 1e39, 1e300]
-_EDGES += [m * 2.0**e for e in range(-30, 3) for m in (1, 1.0625, 1.125, 1.1875, 1.25, 1.5)]  # halfway between narrow numbers, and denormal
+_EDGES = [
+    240, 248, 256, 448, 464, 465, 480, 500, 57344, 61440, 61441, 65504, 65519, 65520, 65536, 1e5,
+    1e10, 3.4e38, 3.5e38, 1e39, 1e300,
+]  # fmt: skip
+# halfway between narrow numbers, and denormal
+_EDGES += [m * 2.0**e for e in range(-30, 3) for m in (1, 1.0625, 1.125, 1.1875, 1.25, 1.5)]
 _REALS = [0.0, -0.0, math.nan, math.inf, -math.inf, *_EDGES, *(-x for x in _EDGES)]
-_WHOLE = [0, 1, -1, 127, 128, 255, 256, 448, 449, 464, 465, 500, 32767, 57344, 61440, 65504, 65520, 2**24 + 1, 2**31, -(2**31), 2**53 + 1]
+_WHOLE = [
+    0, 1, -1, 127, 128, 255, 256, 448, 449, 464, 465, 500, 32767, 57344, 61440, 65504, 65520, 2**24
+    + 1, 2**31, -(2**31), 2**53 + 1,
+]  # fmt: skip
 
 
 def _edges(dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of a dtype; none is denormal in float32 or wider, because XLA's programs for CPUs take those for zeros."""
+    """Numbers of a dtype; none is denormal in float32 or wider, because XLA's programs for CPUs
+    take those for zeros.
+    """
     if dtype is torch.bool:
         return torch.tensor([True, False])
     if dtype.is_floating_point or dtype.is_complex:
         info = torch.finfo(dtype)
-        return torch.tensor([*_REALS, info.max, info.min, info.tiny, info.eps, 1 + info.eps], dtype=torch.float64).to(dtype)
+        return torch.tensor(
+            [*_REALS, info.max, info.min, info.tiny, info.eps, 1 + info.eps], dtype=torch.float64
+        ).to(dtype)
     info = torch.iinfo(dtype)
-    return torch.tensor([v for v in (*_WHOLE, info.max, info.max - 1, info.min) if info.min <= v <= info.max], dtype=dtype)
+    return torch.tensor(
+        [v for v in (*_WHOLE, info.max, info.max - 1, info.min) if info.min <= v <= info.max],
+        dtype=dtype,
+    )
 
 
 def _defined(x: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """Where a cast is defined in C++, in which that of a float to an integer type in which it does not fit is not; and nothing denormal."""
+    """Where a cast is defined in C++, in which that of a float to an integer type in which it does
+    not fit is not; and nothing denormal.
+    """
     x = x.real if x.is_complex() else x
     if not x.is_floating_point():
         return torch.ones(len(x), dtype=torch.bool)
@@ -63,7 +80,10 @@ def test_every_dtype_to_every_other(source: torch.dtype, jitted: bool) -> None:
     wrong = []
     for to, got, expected in zip(_DTYPES, found, casts(x), strict=True):
         bad = ~_same(got, expected) & _defined(x, to)
-        wrong += [f"{x[k].item()} to {to}: expected {expected[k].item()}, got {got[k].item()}" for k in bad.nonzero()[:, 0].tolist()[:3]]
+        wrong += [
+            f"{x[k].item()} to {to}: expected {expected[k].item()}, got {got[k].item()}"
+            for k in bad.nonzero()[:, 0].tolist()[:3]
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -91,7 +111,7 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
     "scalar_tensor": lambda x, d: torch.scalar_tensor(1e9, dtype=d),
     "as_tensor": lambda x, d: torch.as_tensor(x, dtype=d),
     "in a loop": lambda x, d: x.to(d).float().to(d),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("to", _FLOAT8, ids=lambda d: str(d)[6:])
@@ -104,7 +124,10 @@ def test_every_way_to_cast_to_eight_bits(way: str, to: torch.dtype) -> None:
         expected = cast(x, to)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"PyTorch: {error}")
-    for found in (torchfunc_jax.jit(cast)(x, to), torchfunc_jax.vmap(lambda x: cast(x, to))(x[None])[0]):
+    for found in (
+        torchfunc_jax.jit(cast)(x, to),
+        torchfunc_jax.vmap(lambda x: cast(x, to))(x[None])[0],
+    ):
         assert _same(found, expected).all()
 
 

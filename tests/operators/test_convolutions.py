@@ -1,7 +1,9 @@
-"""Convolutions beside PyTorch's: every lowering's path (patches side by side, columns, depthwise), mapped over images, kernels or both.
+"""Convolutions beside PyTorch's: every lowering's path (patches side by side, columns, depthwise),
+mapped over images, kernels or both.
 
 The derivatives of the three faces are one another's, so the second derivative is asked for too.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,7 +25,11 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "patches of a volume": ((2, 2, 4, 5, 3), (3, 2, 2, 2, 3), {"stride": (2, 2, 3)}),
     "one patch": ((2, 3, 4, 4), (2, 3, 4, 4), {"stride": 4}),
     "patches with padding": ((2, 3, 5, 4), (4, 3, 2, 2), {"stride": 2, "padding": 1}),
-    "a stride as wide, a dilated kernel": ((2, 3, 9, 9), (4, 3, 2, 2), {"stride": 2, "dilation": 2}),
+    "a stride as wide, a dilated kernel": (
+        (2, 3, 9, 9),
+        (4, 3, 2, 2),
+        {"stride": 2, "dilation": 2},
+    ),
     "one by one": ((2, 3, 4, 4), (4, 3, 1, 1), {}),
     "one by one, strided": ((2, 3, 4, 5), (4, 3, 1, 1), {"stride": 2}),
     "three by three": ((2, 3, 5, 6), (4, 3, 3, 3), {"padding": 1}),
@@ -34,7 +40,9 @@ MAPPED = {"nothing": None, "images": (0, None), "kernels": (None, 0), "both": (0
 
 
 @pytest.mark.thin(8)
-@pytest.mark.parametrize(("mapped", "dtype"), [*[(how, torch.float64) for how in MAPPED], ("both", torch.complex128)])
+@pytest.mark.parametrize(
+    ("mapped", "dtype"), [*[(how, torch.float64) for how in MAPPED], ("both", torch.complex128)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_derivatives(name: str, mapped: str, dtype: torch.dtype) -> None:
     image, kernel, options = CASES[name]
@@ -51,7 +59,9 @@ def test_value_and_derivatives(name: str, mapped: str, dtype: torch.dtype) -> No
             return (value(x, w) ** 3).real.sum()
 
         def second(x: torch.Tensor, w: torch.Tensor) -> Any:
-            return T.grad(lambda x, w: sum((g.abs() ** 2).sum() for g in T.grad(loss, (0, 1))(x, w)), (0, 1))(x, w)
+            return T.grad(
+                lambda x, w: sum((g.abs() ** 2).sum() for g in T.grad(loss, (0, 1))(x, w)), (0, 1)
+            )(x, w)
 
         found = (value, T.grad(loss, (0, 1)), second)
         return [(T.vmap(f, dims) if dims else f)(x, w) for f in found]

@@ -1,7 +1,10 @@
-"""Operators of torch.library without a lowering, which PyTorch runs: each in every way in which it can be called.
+"""Operators of torch.library without a lowering, which PyTorch runs: each in every way in which it
+can be called.
 
-The truth is plain PyTorch: the operator's own kernel, its registered derivative by torch.autograd, and a loop over the lanes.
+The truth is plain PyTorch: the operator's own kernel, its registered derivative by torch.autograd,
+and a loop over the lanes.
 """
+
 from __future__ import annotations
 
 import threading
@@ -36,7 +39,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*[x for x in inputs if isinstance(x, torch.Tensor)])
 
 
-# -- the operators -------------------------------------------------------------------------------------------------------------------
+# -- the operators ---------------------------------------------------------------------------------
 @torch.library.custom_op("test_custom::sine", mutates_args=())
 def sine(x: torch.Tensor) -> torch.Tensor:
     """With a derivative and without a rule for vmap; the derivative calls it."""
@@ -44,7 +47,9 @@ def sine(x: torch.Tensor) -> torch.Tensor:
 
 
 sine.register_fake(torch.empty_like)
-sine.register_autograd(lambda ctx, g: g * sine(ctx.saved_tensors[0] + torch.pi / 2), setup_context=save_inputs)
+sine.register_autograd(
+    lambda ctx, g: g * sine(ctx.saved_tensors[0] + torch.pi / 2), setup_context=save_inputs
+)
 
 
 @torch.library.custom_op("test_custom::product", mutates_args=())
@@ -60,10 +65,17 @@ def _product_backward(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
 
 
 @product.register_vmap
-def _product_rule(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _product_rule(
+    info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, y: torch.Tensor
+) -> tuple[torch.Tensor, int]:
     RULES.add()
-    x, y = [t.unsqueeze(-1) if d is None else t.movedim(d, -1) for t, d in zip((x, y), in_dims, strict=True)]
-    return product(x.expand(*x.shape[:-1], info.batch_size), y.expand(*y.shape[:-1], info.batch_size)), x.dim() - 1
+    x, y = [
+        t.unsqueeze(-1) if d is None else t.movedim(d, -1)
+        for t, d in zip((x, y), in_dims, strict=True)
+    ]
+    return product(
+        x.expand(*x.shape[:-1], info.batch_size), y.expand(*y.shape[:-1], info.batch_size)
+    ), x.dim() - 1
 
 
 product.register_fake(lambda x, y: torch.empty_like(x))
@@ -121,7 +133,9 @@ def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 weighted.register_fake(lambda tensors, weights: torch.empty_like(tensors[0]))
-weighted.register_autograd(lambda ctx, g: ([w * g for w in ctx.weights], None), setup_context=_save_weights)
+weighted.register_autograd(
+    lambda ctx, g: ([w * g for w in ctx.weights], None), setup_context=_save_weights
+)
 
 
 @torch.library.custom_op("test_custom::powers", mutates_args=())
@@ -154,9 +168,15 @@ def scaled(x: torch.Tensor, shift: int = 1, *, by: float, mode: str = "times") -
     return numpy(lambda a: (a * by if mode == "times" else a / by) + shift, x)
 
 
-def _save_by(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+def _save_by(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
     assert inputs[1] in (1, 3)
-    ctx.by = keyword_only_inputs["by"] if keyword_only_inputs["mode"] == "times" else 1 / keyword_only_inputs["by"]
+    ctx.by = (
+        keyword_only_inputs["by"]
+        if keyword_only_inputs["mode"] == "times"
+        else 1 / keyword_only_inputs["by"]
+    )
 
 
 scaled.register_fake(lambda x, shift=1, *, by, mode="times": torch.empty_like(x))
@@ -171,6 +191,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 plain.register_fake(torch.empty_like)
 
+
 @torch.library.custom_op("test_custom::same_values", mutates_args=())
 def same_values(x: torch.Tensor) -> torch.Tensor:
     """Of any dtype."""
@@ -183,12 +204,17 @@ _library.define("older(Tensor x) -> Tensor")
 _library.impl("older", lambda x: numpy(np.cosh, x), "CPU")
 torch.library.register_fake("test_custom::older", torch.empty_like, lib=_library)
 torch.library.register_autograd(
-    "test_custom::older", lambda ctx, g: g * ctx.saved_tensors[0].sinh(), setup_context=save_inputs, lib=_library
+    "test_custom::older",
+    lambda ctx, g: g * ctx.saved_tensors[0].sinh(),
+    setup_context=save_inputs,
+    lib=_library,
 )
 
 
 _library.define("added(Tensor x, *, Tensor? other=None, Tensor(a!) out) -> Tensor(a!)")
-_library.impl("added", lambda x, *, other=None, out: out.copy_(x if other is None else x + other), "CPU")
+_library.impl(
+    "added", lambda x, *, other=None, out: out.copy_(x if other is None else x + other), "CPU"
+)
 torch.library.register_fake("test_custom::added", lambda x, *, other=None, out: out, lib=_library)
 
 
@@ -219,7 +245,7 @@ _library.impl("written_by_hand", _Tanh.apply, "Autograd")
 torch.library.register_fake("test_custom::written_by_hand", torch.empty_like, lib=_library)
 
 
-# -- functions of them ---------------------------------------------------------------------------------------------------------------
+# -- functions of them -----------------------------------------------------------------------------
 def _accumulated(x: torch.Tensor) -> torch.Tensor:
     total = torch.ones_like(x)
     accumulate_(total, x.detach())
@@ -260,7 +286,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], bool]] = {
     "plain": (plain, (X,), False),
     "plain of what has no gradient": (lambda x: plain(x.detach()) * x, (X,), True),
     "older": (lambda x: OWN.older(x), (X,), True),
-    "added": (lambda x: OWN.added(x.detach(), out=x * 0) + OWN.added(x.detach(), other=x.detach(), out=torch.ones_like(x)), (X,), False),
+    "added": (
+        lambda x: (
+            OWN.added(x.detach(), out=x * 0)
+            + OWN.added(x.detach(), other=x.detach(), out=torch.ones_like(x))
+        ),
+        (X,),
+        False,
+    ),
     "older of float32": (lambda x: OWN.older.default(x), (X.float(),), True),
     "nested": (_nested, (X,), True),
     "transposed": (lambda x: sine(x.T).reshape(-1), (X,), True),
@@ -269,10 +302,23 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], bool]] = {
 }
 
 
-TEN = ("sine", "product", "cube", "accumulate_", "swap_", "weighted", "powers", "order", "scaled", "older")
+TEN = (
+    "sine",
+    "product",
+    "cube",
+    "accumulate_",
+    "swap_",
+    "weighted",
+    "powers",
+    "order",
+    "scaled",
+    "older",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in TEN else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TEN else pytest.mark.slow) for name in CASES]
+)
 def test_runs_in_every_way(name: str) -> None:
     fn, args, differentiable = CASES[name]
     in_every_way(fn, *args, grads=differentiable)
@@ -285,13 +331,17 @@ def _total(out: Any) -> torch.Tensor:
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", CASES)
 def test_runs_in_the_users_own_jax(name: str) -> None:
-    """jax.jit, jax.vmap and jax.grad of a function of the bridge's, and these of one another; 64-bit types are off outside of it."""
+    """jax.jit, jax.vmap and jax.grad of a function of the bridge's, and these of one another;
+    64-bit types are off outside of it.
+    """
     fn, args, differentiable = CASES[name]
     stacked = [torch.stack([a, a * 0.5, a * -0.75]).float() for a in args]
     lanes = list(zip(*stacked, strict=True))
 
     def agree(found: Any, expected: Any) -> None:
-        for a, e in zip(jax.tree_util.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        for a, e in zip(
+            jax.tree_util.tree_leaves(found), pytree.tree_leaves(expected), strict=True
+        ):
             np.testing.assert_allclose(np.asarray(a), e.detach().numpy(), rtol=1e-5, atol=1e-5)
 
     def check(mine: Callable[..., Any], truth: Callable[..., Any]) -> None:
@@ -314,7 +364,7 @@ def test_runs_in_the_users_own_jax(name: str) -> None:
         check(jax.grad(jax.jit(total), places), slopes)
 
 
-# -- derivatives of derivatives, and transforms of one another -----------------------------------------------------------------------
+# -- derivatives of derivatives, and transforms of one another -------------------------------------
 def _sum_of_sines(x: torch.Tensor) -> torch.Tensor:
     return sine(x).sum()
 
@@ -324,19 +374,31 @@ NESTED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], 
     "jacrev of jacrev": (jacrev(jacrev(_sum_of_sines)), lambda x: torch.diag(-x.sin())),
     "vmap of vmap": (lambda x: vmap(vmap(sine))(x.reshape(2, 2)), lambda x: x.reshape(2, 2).sin()),
     "vmap of vmap with a rule": (
-        lambda x: vmap(vmap(product, (0, None)), (None, 0))(x, x + 1), lambda x: (x + 1)[:, None] * x[None],
+        lambda x: vmap(vmap(product, (0, None)), (None, 0))(x, x + 1),
+        lambda x: (x + 1)[:, None] * x[None],
     ),
-    "vmap of grad of vmap": (lambda x: vmap(grad(lambda x: vmap(sine)(x).sum()))(x.reshape(2, 2)), lambda x: x.reshape(2, 2).cos()),
-    "grad of vmap with a rule": (lambda x: grad(lambda x: vmap(product)(x, x * x).sum())(x), lambda x: 3 * x * x),
+    "vmap of grad of vmap": (
+        lambda x: vmap(grad(lambda x: vmap(sine)(x).sum()))(x.reshape(2, 2)),
+        lambda x: x.reshape(2, 2).cos(),
+    ),
+    "grad of vmap with a rule": (
+        lambda x: grad(lambda x: vmap(product)(x, x * x).sum())(x),
+        lambda x: 3 * x * x,
+    ),
     "grad of grad of two results": (
-        lambda x: grad(lambda x: grad(lambda x: cube(x)[0].sum())(x).sum())(x), lambda x: 6 * x,
+        lambda x: grad(lambda x: grad(lambda x: cube(x)[0].sum())(x).sum())(x),
+        lambda x: 6 * x,
     ),
     "vjp": (lambda x: vjp(sine, x)[1](x)[0], lambda x: x * x.cos()),
-    "jacrev of a list": (jacrev(lambda x: weighted([x, x * x], [2.0, 3.0])), lambda x: torch.diag(2 + 6 * x)),
-    "torch.autograd.grad inside": (
-        lambda x: torch.autograd.grad(sine(y := x.detach().requires_grad_()).sum(), y)[0], lambda x: x.cos(),
+    "jacrev of a list": (
+        jacrev(lambda x: weighted([x, x * x], [2.0, 3.0])),
+        lambda x: torch.diag(2 + 6 * x),
     ),
-}  # fmt: skip
+    "torch.autograd.grad inside": (
+        lambda x: torch.autograd.grad(sine(y := x.detach().requires_grad_()).sum(), y)[0],
+        lambda x: x.cos(),
+    ),
+}
 
 
 @pytest.mark.thin(2)
@@ -350,7 +412,9 @@ def test_transforms_of_transforms(name: str, compiled: bool) -> None:
 
 
 def test_gradients_of_arguments_that_need_none_are_not_computed() -> None:
-    """The derivative of ``product`` asks ctx.needs_input_grad, and a program may be differentiated by either argument later."""
+    """The derivative of ``product`` asks ctx.needs_input_grad, and a program may be differentiated
+    by either argument later.
+    """
     x, y = floats(3), floats(3) + 1
     for fn in (product, jit(product)):
         for leaf in (0, 1):
@@ -366,11 +430,14 @@ def test_an_autograd_kernel_that_the_user_has_written() -> None:
     same(jit(slopes)(X), 1 - X.tanh() ** 2)
     same(jit(vmap(slopes))(X), 1 - X.tanh() ** 2)
     same(vmap(lambda x: OWN.written_by_hand(x))(X), X.tanh())
-    with pytest.raises(NotImplementedError, match=r"test_custom::written_by_hand.*torch\.library\.register_autograd"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"test_custom::written_by_hand.*torch\.library\.register_autograd",
+    ):
         slopes(X)
 
 
-# -- how often a kernel runs ---------------------------------------------------------------------------------------------------------
+# -- how often a kernel runs -----------------------------------------------------------------------
 def _asks(x: torch.Tensor) -> torch.Tensor:
     y = sine(x)
     return y * 2 if y.sum().item() > 0 else sine(y)
@@ -382,10 +449,16 @@ COUNTS: dict[str, tuple[Callable[[torch.Tensor], Any], int]] = {
     "a rule for vmap": (lambda x: vmap(product)(x, x), 1),
     "lane by lane": (vmap(plain), 3),
     "vmap of grad": (vmap(grad(lambda x: scaled(x, by=2.0).sum())), 3),
-    "vjp, pulled back twice": (lambda x: [f(x) for _, f in [vjp(lambda x: scaled(x, by=2.0), x)] for _ in range(2)], 1),
+    "vjp, pulled back twice": (
+        lambda x: [f(x) for _, f in [vjp(lambda x: scaled(x, by=2.0), x)] for _ in range(2)],
+        1,
+    ),
     "jacrev": (jacrev(lambda x: scaled(x, by=2.0)), 1),
     "a value that is asked for": (grad(lambda x: _asks(x).sum()), 2),
-    "two writes": (lambda x: vmap(lambda y: (accumulate_(t := y.clone(), y), accumulate_(t, y), t)[2])(x), 6),
+    "two writes": (
+        lambda x: vmap(lambda y: (accumulate_(t := y.clone(), y), accumulate_(t, y), t)[2])(x),
+        6,
+    ),
 }
 
 
@@ -429,7 +502,9 @@ def test_a_tensor_from_outside_is_written_to() -> None:
         return total * x
 
     x = torch.ones(3)
-    for k, fn in enumerate([jit(count), jit(count), lambda x: vmap(lambda y: count(x) + y)(x[None])[0] - x]):
+    for k, fn in enumerate(
+        [jit(count), jit(count), lambda x: vmap(lambda y: count(x) + y)(x[None])[0] - x]
+    ):
         same(fn(x), 2 * (k + 1) * x)
         same(total, 2 * (k + 1) * x)
 
@@ -440,8 +515,10 @@ def test_an_argument_is_written_to() -> None:
     same((x, y), (torch.full((2,), 3.0), torch.ones(2)))
 
 
-# -- which error -----------------------------------------------------------------------------------------------------------------------
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+# -- which error -----------------------------------------------------------------------------------
+def define(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None
+) -> Any:
     _library.define(name + schema)
     _library.impl(name, kernel, "CPU")
     if fake is not None:
@@ -476,31 +553,78 @@ define("wrong_fake", "(Tensor x) -> Tensor", lambda x: x.double(), torch.empty_l
 define("failing", "(Tensor x) -> Tensor", lambda x: x[100] if x.dim() == 1 else x, torch.empty_like)
 
 EVERY = {
-    "vmap": lambda f: vmap(f)(X), "grad": lambda f: grad(lambda x: f(x).sum())(X), "jit": lambda f: jit(f)(X),
-    "jit of grad": lambda f: jit(grad(lambda x: f(x).sum()))(X), "jax.jit": lambda f: jax.jit(jit(f))(jnp.ones((2, 3))),
-}  # fmt: skip
+    "vmap": lambda f: vmap(f)(X),
+    "grad": lambda f: grad(lambda x: f(x).sum())(X),
+    "jit": lambda f: jit(f)(X),
+    "jit of grad": lambda f: jit(grad(lambda x: f(x).sum()))(X),
+    "jax.jit": lambda f: jax.jit(jit(f))(jnp.ones((2, 3))),
+}
 OF_GRADIENTS = ("grad", "jit of grad")
 ERRORS: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str, Sequence[str]]] = {
-    "no fake": (without_fake, NoLoweringError, r"test_custom::without_fake has no fake.*torch\.library\.register_fake", list(EVERY)),
-    "no fake, older": (
-        lambda x: OWN.also_without_fake(x), NoLoweringError,
-        r"test_custom::also_without_fake has no fake.*register_fake\('test_custom::also_without_fake'\).*test_custom_operators\.py",
+    "no fake": (
+        without_fake,
+        NoLoweringError,
+        r"test_custom::without_fake has no fake.*torch\.library\.register_fake",
         list(EVERY),
     ),
-    "no derivative": (plain, RuntimeError, r"backward through test_custom::plain.*torch\.library\.register_autograd", OF_GRADIENTS),
-    "a derivative of too few arguments": (
-        lambda x: too_few(x, x), RuntimeError, r"test_custom::too_few.*expected 2, got 1", OF_GRADIENTS,
+    "no fake, older": (
+        lambda x: OWN.also_without_fake(x),
+        NoLoweringError,
+        (
+            r"test_custom::also_without_fake has no "
+            r"fake.*register_fake\('test_custom::also_without_fake'\).*test_custom_operators\.py"
+        ),
+        list(EVERY),
     ),
-    "a view": (lambda x: OWN.viewed(x), NoLoweringError, "viewed.*register_lowering", ["vmap", "grad", "jit", "jax.jit"]),
-    "a Python number": (lambda x: x * OWN.length(x), NoLoweringError, "length.*register_lowering", ["vmap", "grad", "jit", "jax.jit"]),
-    "a wrong fake": (lambda x: OWN.wrong_fake(x.float()), RuntimeError, "wrong_fake.*correct the function", ["jit", "jax.jit"]),
-    "a shape that depends on values": (positive, DataDependentError, "dynamic shape", ["jit", "jit of grad", "jax.jit"]),
-    "a kernel that fails": (lambda x: OWN.failing(x[0]), (RuntimeError, IndexError), "out of bounds", ["jit", "jax.jit", "grad"]),
-}  # fmt: skip
+    "no derivative": (
+        plain,
+        RuntimeError,
+        r"backward through test_custom::plain.*torch\.library\.register_autograd",
+        OF_GRADIENTS,
+    ),
+    "a derivative of too few arguments": (
+        lambda x: too_few(x, x),
+        RuntimeError,
+        r"test_custom::too_few.*expected 2, got 1",
+        OF_GRADIENTS,
+    ),
+    "a view": (
+        lambda x: OWN.viewed(x),
+        NoLoweringError,
+        "viewed.*register_lowering",
+        ["vmap", "grad", "jit", "jax.jit"],
+    ),
+    "a Python number": (
+        lambda x: x * OWN.length(x),
+        NoLoweringError,
+        "length.*register_lowering",
+        ["vmap", "grad", "jit", "jax.jit"],
+    ),
+    "a wrong fake": (
+        lambda x: OWN.wrong_fake(x.float()),
+        RuntimeError,
+        "wrong_fake.*correct the function",
+        ["jit", "jax.jit"],
+    ),
+    "a shape that depends on values": (
+        positive,
+        DataDependentError,
+        "dynamic shape",
+        ["jit", "jit of grad", "jax.jit"],
+    ),
+    "a kernel that fails": (
+        lambda x: OWN.failing(x[0]),
+        (RuntimeError, IndexError),
+        "out of bounds",
+        ["jit", "jax.jit", "grad"],
+    ),
+}
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name, case in ERRORS.items() for way in case[3]])
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, case in ERRORS.items() for way in case[3]]
+)
 def test_what_cannot_be_done_says_why(name: str, way: str) -> None:
     fn, kind, message, _ = ERRORS[name]
     for _ in range(2):
@@ -519,31 +643,63 @@ def test_a_vmap_without_lanes() -> None:
 
 
 def test_an_exported_program_has_no_kernel() -> None:
-    with pytest.raises(NoLoweringError, match=r"export: test_custom::sine.*register_lowering\('test_custom\.sine'\)"):
+    with pytest.raises(
+        NoLoweringError,
+        match=r"export: test_custom::sine.*register_lowering\('test_custom\.sine'\)",
+    ):
         export(lambda x: sine(x) * 2, X)
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.bool, torch.uint8, torch.int64, torch.uint64, torch.bfloat16, torch.float64, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn,
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.uint64,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+    ],
+    ids=str,
+)
 def test_every_dtype_crosses(dtype: torch.dtype) -> None:
     """JAX's own callbacks make 32 bits of 64 where 64-bit types are off outside of a trace."""
     x = (floats(2, 3) * 10).abs().to(dtype)
-    x = x + 2**40 if dtype in (torch.int64, torch.float64) else x * (1 + 2j) if dtype.is_complex else x
-    for run, expected in ((jit(same_values), x), (jit(vmap(same_values)), x), (jit(lambda x: same_values(x[0, 1])), x[0, 1])):
+    x = (
+        x + 2**40
+        if dtype in (torch.int64, torch.float64)
+        else x * (1 + 2j)
+        if dtype.is_complex
+        else x
+    )
+    for run, expected in (
+        (jit(same_values), x),
+        (jit(vmap(same_values)), x),
+        (jit(lambda x: same_values(x[0, 1])), x[0, 1]),
+    ):
         assert run(x).dtype is dtype and run(x).equal(expected)
 
 
-@pytest.mark.parametrize("fn", [sine, plain, lambda x: OWN.older(x), _accumulated], ids=["sine", "plain", "older", "accumulate_"])
+@pytest.mark.parametrize(
+    "fn",
+    [sine, plain, lambda x: OWN.older(x), _accumulated],
+    ids=["sine", "plain", "older", "accumulate_"],
+)
 def test_forward_mode_is_refused_as_by_torch(fn: Callable[..., Any]) -> None:
-    """torch.func gives a tangent of zeros; torch.autograd.forward_ad raises this error for a tensor that requires grad."""
+    """torch.func gives a tangent of zeros; torch.autograd.forward_ad raises this error for a tensor
+    that requires grad.
+    """
     refused = r"must implement the jvp function.*reverse mode.*register_lowering"
     through = fn if fn is not _accumulated else lambda x: (accumulate_(y := x * 1, x), y)[1]
     for run in (
-        lambda: jvp(through, (X,), (X,)), lambda: jit(lambda x: jvp(through, (x,), (x,)))(X), lambda: jet(through, (X,), ((X,),)),
+        lambda: jvp(through, (X,), (X,)),
+        lambda: jit(lambda x: jvp(through, (x,), (x,)))(X),
+        lambda: jet(through, (X,), ((X,),)),
         lambda: jit(lambda x: linearize(through, x)[1](x))(X),
-    ):  # fmt: skip
+    ):
         for _ in range(2):
             with pytest.raises(NotImplementedError, match=refused):
                 run()
@@ -555,7 +711,10 @@ def test_forward_mode_is_refused_as_by_torch(fn: Callable[..., Any]) -> None:
 
 def test_a_shape_that_depends_on_values_is_known_outside_of_jit() -> None:
     for _ in range(2):
-        same(grad(lambda x: (positive(x.detach()).sum() * x).sum())(X), torch.full_like(X, X[X > 0].sum().item()))
+        same(
+            grad(lambda x: (positive(x.detach()).sum() * x).sum())(X),
+            torch.full_like(X, X[X > 0].sum().item()),
+        )
 
 
 def test_an_operator_without_tensors_among_its_arguments() -> None:
@@ -570,7 +729,7 @@ def test_an_operator_without_tensors_among_its_arguments() -> None:
         assert RUNS.count == before + 1
 
 
-# -- registrations ---------------------------------------------------------------------------------------------------------------------
+# -- registrations ---------------------------------------------------------------------------------
 def test_a_registered_lowering_wins() -> None:
     @torch.library.custom_op("test_custom::registered_later", mutates_args=())
     def registered_later(x: torch.Tensor) -> torch.Tensor:
@@ -590,9 +749,11 @@ def test_a_registered_lowering_wins() -> None:
     assert RUNS.count == before
 
 
-# -- threads -------------------------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 def test_threads_that_run_programs_with_kernels_wait_for_nothing() -> None:
-    """A kernel takes Python's lock in a thread of XLA's, while the threads that called wait without it."""
+    """A kernel takes Python's lock in a thread of XLA's, while the threads that called wait without
+    it.
+    """
     mapped, wrong = jit(vmap(grad(lambda x: product(sine(x), x).sum()))), []
     theirs = jax.jit(jax.grad(lambda x: jit(_sum_of_sines)(x)))
 
@@ -602,7 +763,11 @@ def test_threads_that_run_programs_with_kernels_wait_for_nothing() -> None:
             x = torch.full((4, 50), float(number + k), dtype=torch.float64)
             found = [mapped(x), own(x), torch.from_numpy(np.array(theirs(jnp.full(3, float(k)))))]
             expected = [x.cos() * x + x.sin(), x.sin() + number, torch.full((3,), float(k)).cos()]
-            wrong.extend(k for f, e in zip(found, expected, strict=True) if not torch.allclose(f, e, atol=1e-6))
+            wrong.extend(
+                k
+                for f, e in zip(found, expected, strict=True)
+                if not torch.allclose(f, e, atol=1e-6)
+            )
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
     for thread in threads:
@@ -613,7 +778,7 @@ def test_threads_that_run_programs_with_kernels_wait_for_nothing() -> None:
     assert not wrong
 
 
-# -- C++ -----------------------------------------------------------------------------------------------------------------------------
+# -- C++ -------------------------------------------------------------------------------------------
 _SOURCE = """
 #include <torch/extension.h>
 torch::Tensor softsign(const torch::Tensor& x) { return x / (1 + x.abs()); }
@@ -632,11 +797,15 @@ def test_a_kernel_in_cpp(tmp_path: Any) -> None:
         pytest.skip(f"no C++ compiler that PyTorch can use: {error}")
     if not compiler:
         pytest.skip("no C++ compiler that PyTorch can use")
-    cpp_extension.load_inline("test_custom_cpp", _SOURCE, is_python_module=False, build_directory=str(tmp_path))
+    cpp_extension.load_inline(
+        "test_custom_cpp", _SOURCE, is_python_module=False, build_directory=str(tmp_path)
+    )
     softsign = torch.ops.test_custom_cpp.softsign
     torch.library.register_fake("test_custom_cpp::softsign", torch.empty_like)
     torch.library.register_autograd(
-        "test_custom_cpp::softsign", lambda ctx, g: g / (1 + ctx.saved_tensors[0].abs()) ** 2, setup_context=save_inputs
+        "test_custom_cpp::softsign",
+        lambda ctx, g: g / (1 + ctx.saved_tensors[0].abs()) ** 2,
+        setup_context=save_inputs,
     )
     in_every_way(lambda x: softsign(x), X)
     in_every_way(lambda x: softsign(x), X.float())

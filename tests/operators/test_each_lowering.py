@@ -1,7 +1,9 @@
-"""Every overload that has a lowering is run, on its own and un-jitted, and compared with PyTorch's CPU kernel of the same overload.
+"""Every overload that has a lowering is run, on its own and un-jitted, and compared with PyTorch's
+CPU kernel of the same overload.
 
 Where values are drawn, their distribution is compared, and that a seed or a generator repeats them.
 """
+
 from __future__ import annotations
 
 import json
@@ -25,9 +27,16 @@ pytestmark = pytest.mark.sweep
 PLACES: dict[str, list[Any]] = json.loads(lowerings.PLACES.read_text())
 ALL = list(LOWERINGS)  # before a test registers one of its own
 RUN = [f for f in ALL if f in lowerings.CASES or str(f) in PLACES]
-#: Whether the database is the one that the places are in: another torch's has other operators and samples.
-THERE = f"torch=={torch.__version__.partition('+')[0]}\n" in (lowerings.PLACES.parents[2] / "constraints.txt").read_text()
-ELSEWHERE = "lowerings.json tells of the torch in constraints.txt; this one's database has no telling sample there"
+#: Whether the database is the one that the places are in: another torch's has other operators and
+#: samples.
+THERE = (
+    f"torch=={torch.__version__.partition('+')[0]}\n"
+    in (lowerings.PLACES.parents[2] / "constraints.txt").read_text()
+)
+ELSEWHERE = (
+    "lowerings.json tells of the torch in constraints.txt; this one's database "
+    "has no telling sample there"
+)
 
 
 def as_jax(tree: Any) -> Any:
@@ -37,7 +46,12 @@ def as_jax(tree: Any) -> Any:
 def as_torch(tree: Any) -> list[torch.Tensor]:
     """The tensors, arrays and numbers of a result, as plain tensors."""
     leaves = [x for x in pytree.tree_leaves(tree) if x is not None]
-    return [tensors.to_torch(x) if isinstance(x, jax.Array | np.ndarray) else torch.as_tensor(x).detach() for x in leaves]
+    return [
+        tensors.to_torch(x)
+        if isinstance(x, jax.Array | np.ndarray)
+        else torch.as_tensor(x).detach()
+        for x in leaves
+    ]
 
 
 def call_of(func: Any) -> lowerings.Call:
@@ -61,11 +75,15 @@ def plain(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return as_torch(lowerings.TRUTH.get(func, func)(*args, **kwargs))
 
 
-# -- results that say the same in other numbers --------------------------------------------------------------------------------
+# -- results that say the same in other numbers ----------------------------------------------------
 def _eigenvectors(out: list[torch.Tensor], args: Any) -> list[torch.Tensor]:
     """Eigenvectors have any phase: the matrix that they make up."""
     values, vectors = out
-    return [values, vectors @ torch.diag_embed(values).to(vectors.dtype) @ vectors.mH, vectors.mH @ vectors]
+    return [
+        values,
+        vectors @ torch.diag_embed(values).to(vectors.dtype) @ vectors.mH,
+        vectors.mH @ vectors,
+    ]
 
 
 def _without_workspace(out: list[torch.Tensor], args: Any) -> list[torch.Tensor]:
@@ -77,7 +95,9 @@ def _forward_variables(out: list[torch.Tensor], args: Any) -> list[torch.Tensor]
     """The kernel leaves the steps after a sample's end unwritten."""
     loss, alpha = out
     steps, labels = (torch.as_tensor(lengths) for lengths in args[2:4])
-    inside = (torch.arange(alpha.shape[1]) < steps[:, None])[..., None] & (torch.arange(alpha.shape[2]) <= 2 * labels[:, None])[:, None]
+    inside = (torch.arange(alpha.shape[1]) < steps[:, None])[..., None] & (
+        torch.arange(alpha.shape[2]) <= 2 * labels[:, None]
+    )[:, None]
     return [loss, torch.where(inside, alpha, 0)]
 
 
@@ -91,9 +111,14 @@ SAID: dict[Any, Callable[[list[torch.Tensor], Any], list[torch.Tensor]]] = {
 
 #: Overloads whose results are zeros or nothing.
 SILENT = {
-    "aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default", "aten.zero.default", "aten._foreach_zero.default",
-    "aten._efficientzerotensor.default", "aten._linalg_check_errors.default",
-}  # fmt: skip
+    "aten.zeros.default",
+    "aten.zeros_like.default",
+    "aten.new_zeros.default",
+    "aten.zero.default",
+    "aten._foreach_zero.default",
+    "aten._efficientzerotensor.default",
+    "aten._linalg_check_errors.default",
+}
 
 
 def says_something(out: list[torch.Tensor]) -> bool:
@@ -102,7 +127,9 @@ def says_something(out: list[torch.Tensor]) -> bool:
 
 
 def of_one_distribution(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Kolmogorov's and Smirnov's test of two samples, at a level that equal distributions fail once in 20000."""
+    """Kolmogorov's and Smirnov's test of two samples, at a level that equal distributions fail once
+    in 20000.
+    """
     a, b = (np.sort(x.double().flatten().numpy()) for x in (mine, theirs))
     assert a.size == b.size >= 1000
     at = np.concatenate([a, b])

@@ -1,4 +1,7 @@
-"""Fake quantization inside transforms, beside plain PyTorch's kernels and their straight-through derivatives."""
+"""Fake quantization inside transforms, beside plain PyTorch's kernels and their straight-through
+derivatives.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -21,9 +24,13 @@ _zeros = torch.tensor([-3, 0, 7], dtype=torch.int32)
 CASES = {
     "tensor": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.03, -5, -16, 15),
     "tensor, unsigned": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.01, 128, 0, 255),
-    "tensor, qparams": lambda x: torch.fake_quantize_per_tensor_affine(x, torch.tensor(0.03), torch.tensor(3, dtype=torch.int32), -16, 15),
+    "tensor, qparams": lambda x: torch.fake_quantize_per_tensor_affine(
+        x, torch.tensor(0.03), torch.tensor(3, dtype=torch.int32), -16, 15
+    ),
     "channels": lambda x: torch.fake_quantize_per_channel_affine(x, _channels, _zeros, 1, -16, 15),
-    "channels, real zero points": lambda x: torch.fake_quantize_per_channel_affine(x, _channels, _zeros * 1.3, 1, -16, 15),
+    "channels, real zero points": lambda x: torch.fake_quantize_per_channel_affine(
+        x, _channels, _zeros * 1.3, 1, -16, 15
+    ),
 }
 
 
@@ -46,7 +53,14 @@ def test_dtypes(name, dtype):
 
 
 def test_extreme_and_halfway_values():
-    x = torch.tensor([[torch.nan, torch.inf, -torch.inf], [1e30, -1e30, -0.0], [0.5, 1.5, 2.5], [0.25, -0.5, -1.5]])
+    x = torch.tensor(
+        [
+            [torch.nan, torch.inf, -torch.inf],
+            [1e30, -1e30, -0.0],
+            [0.5, 1.5, 2.5],
+            [0.25, -0.5, -1.5],
+        ]
+    )
     for run in (
         lambda x: torch.fake_quantize_per_tensor_affine(x, 1.0, 1, -8, 7),
         lambda x: torch.fake_quantize_per_channel_affine(x, torch.ones(3), _zeros, 1, -8, 7),
@@ -55,15 +69,22 @@ def test_extreme_and_halfway_values():
 
 
 LEARNED = {
-    "tensor": lambda x, s, z: torch._fake_quantize_learnable_per_tensor_affine(x, s, z, -16, 15, 0.5),
-    "channels": lambda x, s, z: torch._fake_quantize_learnable_per_channel_affine(x, s, z, 1, -16, 15, 0.5),
+    "tensor": lambda x, s, z: torch._fake_quantize_learnable_per_tensor_affine(
+        x, s, z, -16, 15, 0.5
+    ),
+    "channels": lambda x, s, z: torch._fake_quantize_learnable_per_channel_affine(
+        x, s, z, 1, -16, 15, 0.5
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_learned_scale_and_zero_point(name):
     count = 1 if name == "tensor" else 3
-    scale, zero = torch.full((count,), 0.05) * torch.arange(1, count + 1), torch.arange(count) * 2.2 + 1.3
+    scale, zero = (
+        torch.full((count,), 0.05) * torch.arange(1, count + 1),
+        torch.arange(count) * 2.2 + 1.3,
+    )
     in_every_way(LEARNED[name], torch.randn(4, 3), scale, zero, lanes=False, rtol=1e-4, atol=1e-4)
 
 
@@ -75,11 +96,18 @@ def test_an_observer_and_a_quantization_in_one(per_row, symmetric, flags):
 
     def state():
         zeros = torch.zeros(n, dtype=torch.int32)
-        return torch.full((n,), -0.5), torch.full((n,), torch.inf * -1 if flags[0] else 0.7), torch.full((n,), 0.3), zeros
+        return (
+            torch.full((n,), -0.5),
+            torch.full((n,), torch.inf * -1 if flags[0] else 0.7),
+            torch.full((n,), 0.3),
+            zeros,
+        )
 
     def run(x, *buffers):
         on = [torch.tensor([f]) for f in flags]
-        return torch.fused_moving_avg_obs_fake_quant(x, *on, *buffers, 0.1, -128, 127, 0, per_row, symmetric)
+        return torch.fused_moving_avg_obs_fake_quant(
+            x, *on, *buffers, 0.1, -128, 127, 0, per_row, symmetric
+        )
 
     mine, theirs = state(), state()
     compiled = jit(run)
@@ -98,18 +126,29 @@ def _network(per_channel):
     options = {"quant_min": -128, "quant_max": 127, "dtype": torch.qint8}
     if per_channel:
         weight = FusedMovingAvgObsFakeQuantize(
-            MovingAveragePerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric, ch_axis=0, **options
+            MovingAveragePerChannelMinMaxObserver,
+            qscheme=torch.per_channel_symmetric,
+            ch_axis=0,
+            **options,
         )
     else:
-        weight = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, qscheme=torch.per_tensor_symmetric, **options)
+        weight = FusedMovingAvgObsFakeQuantize(
+            MovingAverageMinMaxObserver, qscheme=torch.per_tensor_symmetric, **options
+        )
 
     class Quantized(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.weight, self.out = torch.nn.Linear(3, 4), weight, FusedMovingAvgObsFakeQuantize()
+            self.linear, self.weight, self.out = (
+                torch.nn.Linear(3, 4),
+                weight,
+                FusedMovingAvgObsFakeQuantize(),
+            )
 
         def forward(self, x):
-            return self.out(torch.nn.functional.linear(x, self.weight(self.linear.weight), self.linear.bias))
+            return self.out(
+                torch.nn.functional.linear(x, self.weight(self.linear.weight), self.linear.bias)
+            )
 
     return Quantized()
 
@@ -136,7 +175,10 @@ def test_training_with_fused_observers(per_channel):
 
 
 def test_training_with_an_observer_beside_it():
-    mine, theirs = FakeQuantize(MovingAverageMinMaxObserver), FakeQuantize(MovingAverageMinMaxObserver)
+    mine, theirs = (
+        FakeQuantize(MovingAverageMinMaxObserver),
+        FakeQuantize(MovingAverageMinMaxObserver),
+    )
 
     def loss(func, module):
         return lambda x, buffers: (func(module, buffers, (x,)) ** 2).sum()
@@ -150,11 +192,19 @@ def test_training_with_an_observer_beside_it():
 
 
 REFUSED = {
-    "a range the wrong way round": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 7, -8),
+    "a range the wrong way round": lambda x: torch.fake_quantize_per_tensor_affine(
+        x, 0.1, 0, 7, -8
+    ),
     "a zero point outside": lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 9, -8, 7),
-    "too few scales": lambda x: torch.fake_quantize_per_channel_affine(x, _channels[:2], _zeros[:2], 1, -16, 15),
-    "an axis outside": lambda x: torch.fake_quantize_per_channel_affine(x, _channels, _zeros, 2, -16, 15),
-    "zero points outside": lambda x: torch.fake_quantize_per_channel_affine(x, _channels, _zeros, 1, -2, 2),
+    "too few scales": lambda x: torch.fake_quantize_per_channel_affine(
+        x, _channels[:2], _zeros[:2], 1, -16, 15
+    ),
+    "an axis outside": lambda x: torch.fake_quantize_per_channel_affine(
+        x, _channels, _zeros, 2, -16, 15
+    ),
+    "zero points outside": lambda x: torch.fake_quantize_per_channel_affine(
+        x, _channels, _zeros, 1, -2, 2
+    ),
 }
 
 

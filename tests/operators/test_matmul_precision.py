@@ -1,4 +1,7 @@
-"""Products of float32 are as exact as torch.get_float32_matmul_precision() says: on a GPU or TPU they are not unless XLA is told so."""
+"""Products of float32 are as exact as torch.get_float32_matmul_precision() says: on a GPU or TPU
+they are not unless XLA is told so.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -23,13 +26,19 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conv2d": lambda x: F.conv2d(x, x[:, :, :2, :2]),
     "conv_transpose2d": lambda x: F.conv_transpose2d(x, x.mT.reshape(2, 1, 4, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
-    "attention in words": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4)),
+    "attention in words": lambda x: F.scaled_dot_product_attention(
+        x, x, x, attn_mask=torch.zeros(4, 4)
+    ),
     "gru": lambda x: torch.nn.GRU(4, 3)(x[0])[0],
     "einsum": lambda x: torch.einsum("abij,abjk->ik", x, x),
     "outer products": lambda x: torch.addmm(x[0, 0], x[0, 0], x[0, 1], alpha=2.0),
 }
 #: what torch.set_float32_matmul_precision takes, and what lax is told
-LEVELS = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
+LEVELS = {
+    "highest": lax.Precision.HIGHEST,
+    "high": lax.Precision.HIGH,
+    "medium": lax.Precision.DEFAULT,
+}
 
 
 class _Module(torch.nn.Module):
@@ -42,12 +51,23 @@ class _Module(torch.nn.Module):
 
 
 def told(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """(the primitive, its precision) of every float32 product of a program and of the programs in it."""
+    """(the primitive, its precision) of every float32 product of a program and of the programs in
+    it.
+    """
     for equation in jaxpr.eqns:
-        if "precision" in equation.params and equation.outvars[0].aval.dtype in ("float32", "complex64"):
+        if "precision" in equation.params and equation.outvars[0].aval.dtype in (
+            "float32",
+            "complex64",
+        ):
             found = equation.params["precision"]
-            yield equation.primitive, found[0] if isinstance(found, tuple) and len(set(found)) == 1 else found
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            yield (
+                equation.primitive,
+                found[0] if isinstance(found, tuple) and len(set(found)) == 1 else found,
+            )
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from told(getattr(inner, "jaxpr", inner))
 
@@ -93,7 +113,8 @@ def test_products_of_every_operator_are_exact_unless_asked_otherwise() -> None:
             samples = opinfo.draw(op, torch.float32, 0)
             for k in opinfo.chosen(samples, 3):
                 signal.setitimer(signal.ITIMER_REAL, 30)
-                with contextlib.suppress(Exception):  # no tensors, or no static shape: other tests ask for those
+                # no tensors, or no static shape: other tests ask for those
+                with contextlib.suppress(Exception):
                     problem = opinfo.Problem(op, samples[k], samples[k])
                     active = problem.primals(problem.values)
                     for jaxpr in programs(problem.smooth, *map(bridge.to_jax, active)):

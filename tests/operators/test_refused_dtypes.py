@@ -1,4 +1,5 @@
 """Dtypes that PyTorch has no kernel for are refused in its own words, and no others."""
+
 from __future__ import annotations
 
 import contextlib
@@ -71,22 +72,43 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "max_pool2d of bools": (lambda x: F.max_pool2d(x[None, None], 2), BOOLS),
     "prelu of ints": (lambda x: F.prelu(x, x[0, :1]), INTS),
     "softshrink of ints": (F.softshrink, INTS),
-    "grid of another dtype": (lambda x: F.grid_sample(x[None, None], x.double().reshape(1, 2, 4, 2), align_corners=False), X),
+    "grid of another dtype": (
+        lambda x: F.grid_sample(x[None, None], x.double().reshape(1, 2, 4, 2), align_corners=False),
+        X,
+    ),
     "embedding by floats": (lambda x: F.embedding(x, x), X),
-    "norm into a narrower dtype": (lambda x: torch.linalg.vector_norm(x.double(), dtype=torch.float32), X),
-    "norm of complex as real": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float32), COMPLEX),
+    "norm into a narrower dtype": (
+        lambda x: torch.linalg.vector_norm(x.double(), dtype=torch.float32),
+        X,
+    ),
+    "norm of complex as real": (
+        lambda x: torch.linalg.vector_norm(x, dtype=torch.float32),
+        COMPLEX,
+    ),
     "norm of reals as complex": (lambda x: torch.linalg.vector_norm(x, dtype=torch.complex64), X),
     "norm as ints": (lambda x: torch.linalg.vector_norm(x, dtype=torch.int64), X),
     "a layer_norm whose weight is wider": (lambda x: F.layer_norm(x, (4,), x[0].double()), X),
-    "a batch_norm whose weight is wider": (lambda x: F.batch_norm(x, None, None, x[0].double(), training=True), X),
+    "a batch_norm whose weight is wider": (
+        lambda x: F.batch_norm(x, None, None, x[0].double(), training=True),
+        X,
+    ),
     "a group_norm whose weight is wider": (lambda x: F.group_norm(x, 2, x[0].double()), X),
-    "binary_cross_entropy of two dtypes": (lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid().double()), X),
-    "nll_loss whose weight is wider": (lambda x: F.nll_loss(x, torch.zeros(4, dtype=torch.int64), x[0].double()), X),
+    "binary_cross_entropy of two dtypes": (
+        lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid().double()),
+        X,
+    ),
+    "nll_loss whose weight is wider": (
+        lambda x: F.nll_loss(x, torch.zeros(4, dtype=torch.int64), x[0].double()),
+        X,
+    ),
     "cross_entropy by int16": (lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.int16)), X),
     "cdist of two dtypes": (lambda x: torch.cdist(x, x.double()), X),
     "lstsq of two dtypes": (lambda x: torch.linalg.lstsq(x, x.double())[0], X),
     "index_select by int16": (lambda x: x.index_select(0, torch.tensor([1], dtype=torch.int16)), X),
-    "index_fill by int16": (lambda x: x.index_fill(0, torch.tensor([1], dtype=torch.int16), 0.0), X),
+    "index_fill by int16": (
+        lambda x: x.index_fill(0, torch.tensor([1], dtype=torch.int16), 0.0),
+        X,
+    ),
     "unfold of ints": (lambda x: F.unfold(x[None, None], 2), INTS),
     "geometric_ of bools": (lambda x: x.clone().geometric_(0.5), BOOLS),
     "exponential_ of ints": (lambda x: x.clone().exponential_(), INTS),
@@ -103,11 +125,23 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "floor division of complex": (lambda x: torch.div(x, x + 2, rounding_mode="floor"), COMPLEX),
     "truncated division of bools": (lambda x: torch.div(x, x | True, rounding_mode="trunc"), BOOLS),
     "bools clamped on both sides": (lambda x: torch.clamp(x, x[0], x[1]), BOOLS),
-    "scatter_reduce of complex": (lambda x: x.scatter_reduce(0, torch.zeros(4, 4, dtype=torch.int64), x, "amax"), COMPLEX),
-    "index_reduce of complex": (lambda x: x.index_reduce(0, torch.tensor([0, 1, 2, 3]), x, "amin", include_self=False), COMPLEX),
+    "scatter_reduce of complex": (
+        lambda x: x.scatter_reduce(0, torch.zeros(4, 4, dtype=torch.int64), x, "amax"),
+        COMPLEX,
+    ),
+    "index_reduce of complex": (
+        lambda x: x.index_reduce(0, torch.tensor([0, 1, 2, 3]), x, "amin", include_self=False),
+        COMPLEX,
+    ),
     "conv_transpose2d of ints": (lambda x: F.conv_transpose2d(x[None, None], x[None, None]), INTS),
-    "a complex batch_norm with statistics": (lambda x: F.batch_norm(x, x[0].real.clone(), x[0].real.clone()), COMPLEX),
-    "embeddings of ints renormed": (lambda x: F.embedding(torch.tensor([0, 1]), x.clone(), max_norm=1.0), INTS),
+    "a complex batch_norm with statistics": (
+        lambda x: F.batch_norm(x, x[0].real.clone(), x[0].real.clone()),
+        COMPLEX,
+    ),
+    "embeddings of ints renormed": (
+        lambda x: F.embedding(torch.tensor([0, 1]), x.clone(), max_norm=1.0),
+        INTS,
+    ),
     "mvlgamma of bools": (lambda x: torch.mvlgamma(x, 1), BOOLS),
     "atan2 by a complex number": (lambda x: torch.atan2(x, torch.tensor(2j)), X),
     "the larger of reals and complex": (lambda x: torch.maximum(x, x + 1j), X),
@@ -132,12 +166,20 @@ def test_a_dtype_without_kernel_is_refused_as_by_pytorch(name: str, way: str) ->
         WAYS[way](function, x)
     assert ours.type is theirs.type, (ours.value, theirs.value)
     if found := re.search(r"not implemented for '(\w+)'", str(theirs.value)):
-        assert found[1] in str(ours.value) or str(x.dtype).removeprefix("torch.") in str(ours.value), (ours.value, theirs.value)
+        assert found[1] in str(ours.value) or str(x.dtype).removeprefix("torch.") in str(
+            ours.value
+        ), (ours.value, theirs.value)
 
 
 def test_the_message_is_pytorchs_and_names_the_line() -> None:
     """The kernel, the dtype, the operator and where it was called."""
-    with pytest.raises(NotImplementedError, match=r"^\"abs_cpu\" not implemented for 'Bool' \(aten\.abs\.default\).*test_refused_dtypes"):
+    with pytest.raises(
+        NotImplementedError,
+        match=(
+            r"^\"abs_cpu\" not implemented for 'Bool' "
+            r"\(aten\.abs\.default\).*test_refused_dtypes"
+        ),
+    ):
         jit(lambda x: torch.abs(x))(BOOLS)
 
 
@@ -146,12 +188,22 @@ def test_what_is_empty_or_promoted_passes() -> None:
     empty = torch.zeros(0, 2, dtype=torch.bool)
     assert jit(lambda x: x @ x.mT)(empty).shape == (0, 0)
     torch.testing.assert_close(jit(lambda b, i: b**i)(BOOLS, INTS.abs()), BOOLS ** INTS.abs())
-    torch.testing.assert_close(jit(lambda i: torch.softmax(i, 0, torch.float32))(INTS), torch.softmax(INTS, 0, torch.float32))
+    torch.testing.assert_close(
+        jit(lambda i: torch.softmax(i, 0, torch.float32))(INTS),
+        torch.softmax(INTS, 0, torch.float32),
+    )
     half = X.bfloat16()
-    torch.testing.assert_close(jit(lambda x: F.layer_norm(x, (4,), X[0], X[1]))(half), F.layer_norm(half, (4,), X[0], X[1]))
+    torch.testing.assert_close(
+        jit(lambda x: F.layer_norm(x, (4,), X[0], X[1]))(half), F.layer_norm(half, (4,), X[0], X[1])
+    )
     assert jit(lambda x: F.huber_loss(x, x.double()))(X).dtype is F.huber_loss(X, X.double()).dtype
-    torch.testing.assert_close(jit(lambda b: torch.div(b, b, rounding_mode=None))(BOOLS | True), torch.ones(4, 4))
-    for divided in (lambda b: torch.div(b, -2, rounding_mode="floor"), lambda b: torch.div(b, 2.5, rounding_mode="trunc")):
+    torch.testing.assert_close(
+        jit(lambda b: torch.div(b, b, rounding_mode=None))(BOOLS | True), torch.ones(4, 4)
+    )
+    for divided in (
+        lambda b: torch.div(b, -2, rounding_mode="floor"),
+        lambda b: torch.div(b, 2.5, rounding_mode="trunc"),
+    ):
         torch.testing.assert_close(jit(divided)(BOOLS), divided(BOOLS))
     torch.testing.assert_close(jit(lambda x: torch.lerp(x, 2 * x, torch.tensor(2)))(X), 3 * X)
 
@@ -202,7 +254,9 @@ class _Asking(TorchDispatchMode):
 @pytest.mark.slow  # test_operators.py asks one sample of each
 @pytest.mark.parametrize("dtype", refused_dtypes.DTYPES, ids=str)
 def test_no_dtype_is_refused_that_pytorch_computes_with(dtype: torch.dtype) -> None:
-    """Every operator of PyTorch's database that takes the dtype, on its samples: where PyTorch has a value nothing is refused."""
+    """Every operator of PyTorch's database that takes the dtype, on its samples: where PyTorch has
+    a value nothing is refused.
+    """
     asked, asking = 0, _Asking()
     for op in op_db:
         if dtype not in op.dtypes:
@@ -230,10 +284,14 @@ def _samples(op: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.slow
 def test_the_table_is_what_pytorch_says() -> None:
-    """Asked anew, PyTorch refuses what bridge/operators/dtype_refusals_table.py says, and nothing else that is refused every time."""
+    """Asked anew, PyTorch refuses what bridge/operators/dtype_refusals_table.py says, and nothing
+    else that is refused every time.
+    """
     made_by = (committed.__doc__ or "").partition("(torch ")[2].partition(")")[0]
     if torch.__version__.split("+")[0] != made_by:
         pytest.skip(f"the table was written with torch {made_by}; this is {torch.__version__}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert refused_dtypes.tables() == {name: getattr(committed, name) for name in refused_dtypes.TABLES}
+        assert refused_dtypes.tables() == {
+            name: getattr(committed, name) for name in refused_dtypes.TABLES
+        }

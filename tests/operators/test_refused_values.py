@@ -1,4 +1,7 @@
-"""What PyTorch refuses by values is refused everywhere: un-jitted, in every transform, and when a compiled program has run."""
+"""What PyTorch refuses by values is refused everywhere: un-jitted, in every transform, and when a
+compiled program has run.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +21,8 @@ from torchfunc_jax import functional_call, functionalize, grad, jit, jvp, vjp, v
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 GOOD, BAD = torch.tensor([1, 2]), torch.tensor([0, 23])
 
-#: by name: a function of a (3, 4) tensor and two integers, which are fine if they are GOOD and refused if they are BAD
+#: by name: a function of a (3, 4) tensor and two integers, which are fine if they are GOOD and
+#: refused if they are BAD
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "x[i]": lambda x, i: x[i],
     "x[-i]": lambda x, i: x[-i],
@@ -45,17 +49,23 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "multi_margin_loss": lambda x, i: F.multi_margin_loss(x[:2], i),
     "multilabel_margin_loss": lambda x, i: F.multilabel_margin_loss(x[0], torch.cat([i, i])),
     "one_hot": lambda x, i: x[:2, :3] * F.one_hot(i, 3),
-    "searchsorted's sorter": lambda x, i: x * torch.searchsorted(x[0].detach(), x[0].detach(), sorter=torch.cat([i, i])),
+    "searchsorted's sorter": lambda x, i: (
+        x * torch.searchsorted(x[0].detach(), x[0].detach(), sorter=torch.cat([i, i]))
+    ),
     "i // i": lambda x, i: x[:2, 0] * (7 // i),
     "i % i": lambda x, i: x[:2, 0] * (i % i),
     "fmod": lambda x, i: x[:2, 0] * torch.fmod(i, i),
     "div": lambda x, i: x[:2, 0] * torch.div(i, i, rounding_mode="trunc"),
-    "binary_cross_entropy": lambda x, i: F.binary_cross_entropy(x.sigmoid() * i[1] / 2, x.sigmoid().detach()),
+    "binary_cross_entropy": lambda x, i: F.binary_cross_entropy(
+        x.sigmoid() * i[1] / 2, x.sigmoid().detach()
+    ),
     "repeat_interleave": lambda x, i: x[0, :2].repeat_interleave(i, output_size=3),
     "segment_reduce": lambda x, i: torch.segment_reduce(x[:, 0], "sum", lengths=i),
     "lu_unpack": lambda x, i: x[:2, :2] * torch.lu_unpack(x[:2, :2], i.int())[0],
     "histc": lambda x, i: x * torch.histc(x.detach() / (i[0] > 0), 4),
-    "cholesky": lambda x, i: torch.linalg.cholesky(torch.eye(3) * i[0] + (x @ x.mT) * 1e-3 - 0.5 * torch.eye(3)),
+    "cholesky": lambda x, i: torch.linalg.cholesky(
+        torch.eye(3) * i[0] + (x @ x.mT) * 1e-3 - 0.5 * torch.eye(3)
+    ),
     "inv": lambda x, i: torch.linalg.inv(torch.eye(3) * i[0]) * x[0, 0],
     "solve": lambda x, i: torch.linalg.solve(torch.eye(3) * i[0], x),
     "svd": lambda x, i: torch.linalg.svdvals(x + i[0].float().log() * 0),
@@ -71,14 +81,24 @@ WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "grad": lambda f, x, i: grad(lambda x: f(x, i).sum())(x),
     "vjp": lambda f, x, i: vjp(lambda x: f(x, i), x)[0],
     "jvp": lambda f, x, i: jvp(lambda x: f(x, i), (x,), (x,)),
-    "vmap": lambda f, x, i: vmap(f, randomness="different")(torch.stack([x, x]), torch.stack([GOOD, i])),
-    "vmap of indices": lambda f, x, i: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
+    "vmap": lambda f, x, i: vmap(f, randomness="different")(
+        torch.stack([x, x]), torch.stack([GOOD, i])
+    ),
+    "vmap of indices": lambda f, x, i: vmap(f, (None, 0), randomness="different")(
+        x, torch.stack([GOOD, i])
+    ),
     "vmap in vmap": lambda f, x, i: vmap(vmap(f, randomness="different"), randomness="different")(
         x.expand(1, 2, 3, 4), torch.stack([GOOD, i])[None]
     ),
-    "vmap of grad": lambda f, x, i: vmap(grad(lambda x, i: f(x, i).sum()), (None, 0), randomness="different")(x, torch.stack([GOOD, i])),
-    "grad of vmap": lambda f, x, i: grad(lambda x: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])).sum())(x),
-    "vmap of jvp": lambda f, x, i: vmap(lambda i: jvp(lambda x: f(x, i), (x,), (x,)), randomness="different")(torch.stack([GOOD, i])),
+    "vmap of grad": lambda f, x, i: vmap(
+        grad(lambda x, i: f(x, i).sum()), (None, 0), randomness="different"
+    )(x, torch.stack([GOOD, i])),
+    "grad of vmap": lambda f, x, i: grad(
+        lambda x: vmap(f, (None, 0), randomness="different")(x, torch.stack([GOOD, i])).sum()
+    )(x),
+    "vmap of jvp": lambda f, x, i: vmap(
+        lambda i: jvp(lambda x: f(x, i), (x,), (x,)), randomness="different"
+    )(torch.stack([GOOD, i])),
     "autograd": lambda f, x, i: functionalize(f)(x.clone().requires_grad_(), i),
     "jit": lambda f, x, i: _jitted(f, None)(x, i),
     "jit of vmap": lambda f, x, i: _jitted(f, "vmap")(x, torch.stack([GOOD, i])),
@@ -91,12 +111,17 @@ _kept: dict[Any, Any] = {}
 
 def _jitted(f: Any, transform: str | None) -> Any:
     """One compiled function for the good call and the bad one."""
-    inner = {"vmap": lambda f: vmap(f, (None, 0), randomness="different"), "grad": lambda f: grad(lambda x, i: f(x, i).sum())}
+    inner = {
+        "vmap": lambda f: vmap(f, (None, 0), randomness="different"),
+        "grad": lambda f: grad(lambda x, i: f(x, i).sum()),
+    }
     return _kept.setdefault((f, transform), jit(inner.get(transform, lambda f: f)(f)))
 
 
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("way", [w if w in _FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
+@pytest.mark.parametrize(
+    "way", [w if w in _FAST else pytest.param(w, marks=pytest.mark.slow) for w in WAYS]
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_as_by_pytorch(name: str, way: str) -> None:
     f, run = REFUSED[name], WAYS[way]
@@ -106,13 +131,20 @@ def test_refused_as_by_pytorch(name: str, way: str) -> None:
     run(f, X, GOOD)  # compiled by now
     with pytest.raises((IndexError, RuntimeError)) as ours:
         run(f, X, BAD)
-    # PyTorch's kernel of index_add raises IndexError for vectors and RuntimeError for more dimensions; ours IndexError for both.
-    assert type(ours.value) is (IndexError if name == "index_add" else type(theirs.value)), (ours.value, theirs.value)
+    # PyTorch's kernel of index_add raises IndexError for vectors and RuntimeError for more
+    # dimensions; ours IndexError for both.
+    assert type(ours.value) is (IndexError if name == "index_add" else type(theirs.value)), (
+        ours.value,
+        theirs.value,
+    )
     run(f, X, GOOD)
 
 
 def test_the_message_shows_the_line_under_jit() -> None:
-    message = r"index 23 is out of bounds for dimension 0 with size 3 \(at .*test_refused_values.py:\d+: .*SHOWN"
+    message = (
+        r"index 23 is out of bounds for dimension 0 with size 3 \(at "
+        r".*test_refused_values.py:\d+: .*SHOWN"
+    )
     with pytest.raises(IndexError, match=message):
         jit(lambda x, i: x[i])(X, BAD)  # SHOWN
 
@@ -143,7 +175,9 @@ def test_a_refused_call_writes_nothing() -> None:
 def test_ignored_targets_are_not_checked() -> None:
     target = torch.tensor([-100, 2])
     for transform in (functionalize, jit):
-        torch.testing.assert_close(transform(F.cross_entropy)(X[:2], target), F.cross_entropy(X[:2], target))
+        torch.testing.assert_close(
+            transform(F.cross_entropy)(X[:2], target), F.cross_entropy(X[:2], target)
+        )
     with pytest.raises(IndexError, match="Target -100 is out of bounds"):
         jit(lambda x, t: F.cross_entropy(x, t, ignore_index=5))(X[:2], target)
 
@@ -178,11 +212,22 @@ def test_arguments_of_distributions_and_whether_all_values_are_true(way: str) ->
 
     def run(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         slope = grad(lambda x: f(x).sum())
-        return {"grad": slope, "jit": jit(slope), "vmap": vmap(slope), "jit(vmap)": jit(vmap(slope))}[way](x)
+        return {
+            "grad": slope,
+            "jit": jit(slope),
+            "vmap": vmap(slope),
+            "jit(vmap)": jit(vmap(slope)),
+        }[way](x)
 
-    for x, scale in [(torch.tensor([[1.0, -1.0]]), 1), (torch.tensor([[1.0, 1.0]]), 2), (torch.tensor([[-1.0, -1.0]]), 0)]:
+    for x, scale in [
+        (torch.tensor([[1.0, -1.0]]), 1),
+        (torch.tensor([[1.0, 1.0]]), 2),
+        (torch.tensor([[-1.0, -1.0]]), 0),
+    ]:
         torch.testing.assert_close(run(positive, x), torch.full((1, 2), float(scale)))
-    torch.testing.assert_close(run(density, torch.tensor([[1.0, 2.0]])), torch.tensor([[0.0, -0.375]]))
+    torch.testing.assert_close(
+        run(density, torch.tensor([[1.0, 2.0]])), torch.tensor([[0.0, -0.375]])
+    )
     with pytest.raises(ValueError, match="constraint"):
         run(density, torch.tensor([[1.0, -2.0]]))
 
@@ -190,9 +235,20 @@ def test_arguments_of_distributions_and_whether_all_values_are_true(way: str) ->
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), n=st.integers(1, 4), size=st.integers(1, 3))
 def test_indices_are_refused_just_where_pytorch_does(data: Any, n: int, size: int) -> None:
-    index = torch.tensor(data.draw(st.lists(st.lists(st.integers(-6, 6), min_size=size, max_size=size), min_size=2, max_size=2)))
+    index = torch.tensor(
+        data.draw(
+            st.lists(
+                st.lists(st.integers(-6, 6), min_size=size, max_size=size), min_size=2, max_size=2
+            )
+        )
+    )
     x = torch.arange(float(n))
-    for f in (lambda i: x[i], lambda i: x.take(i), lambda i: x.gather(0, i), lambda i: torch.zeros(n).scatter(0, i, 1.0)):
+    for f in (
+        lambda i: x[i],
+        lambda i: x.take(i),
+        lambda i: x.gather(0, i),
+        lambda i: torch.zeros(n).scatter(0, i, 1.0),
+    ):
         try:
             want = torch.stack([f(i) for i in index])
         except (IndexError, RuntimeError):
@@ -217,4 +273,6 @@ def test_pytorchs_own_bad_inputs(op: Refusing, way: str) -> None:
     for function, tensors, theirs in asked:
         with pytest.raises(Exception) as ours:
             transform(function)(*tensors)
-        assert isinstance(ours.value, type(theirs)) or isinstance(theirs, type(ours.value)), f"{ours.value!r} for {theirs!r}"
+        assert isinstance(ours.value, type(theirs)) or isinstance(theirs, type(ours.value)), (
+            f"{ours.value!r} for {theirs!r}"
+        )

@@ -1,7 +1,9 @@
-"""``bridge.register_lowering``: lowerings of one's own, and what they say of an operator beside its values.
+"""``bridge.register_lowering``: lowerings of one's own, and what they say of an operator beside its
+values.
 
 The truth is the same program with the operator's own kernel, in plain PyTorch or under torch.func.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ def define(schema: str, kernel: Callable[..., Any]) -> str:
     return f"test_registering.{name}"
 
 
-# -- views -------------------------------------------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 TAIL = define("tail(Tensor(a) x, int n) -> Tensor(a)", lambda x, n: x[..., n:])
 TURNED = define("turned(Tensor(a) x) -> Tensor(a)", lambda x: x.transpose(-1, -2))
 HALVES = define("halves(Tensor(a -> *) x) -> Tensor(a)[]", lambda x: list(x.split(2, -1)))
@@ -60,7 +62,10 @@ def _negative(x: jax.Array) -> jax.Array:
 
 
 def _slices(shape: tuple[int, ...]) -> list[tuple[str, tuple[Any, ...]]]:
-    return [("aten.slice.Tensor", (len(shape) - 1, i, min(i + 2, shape[-1]))) for i in range(0, shape[-1], 2)]
+    return [
+        ("aten.slice.Tensor", (len(shape) - 1, i, min(i + 2, shape[-1])))
+        for i in range(0, shape[-1], 2)
+    ]
 
 
 def _halves(x: jax.Array) -> list[jax.Array]:
@@ -121,7 +126,9 @@ def _halves_written(x: torch.Tensor) -> torch.Tensor:
 
 
 #: a program that writes through views, and the same without a write
-VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+VIEWS: dict[
+    str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+] = {
     "a part is written": (_write_tail, _tail_written),
     "the base is written, the part read": (_read_tail_later, lambda x: (2 * x[..., 1:] ** 3).sum()),
     "by its inverse": (_write_turned, _column_written),
@@ -137,9 +144,13 @@ def test_views(case: str) -> None:
     for _ in range(3):  # as it is, as a compiled piece, and as one that is met again
         torch.testing.assert_close(grad(ours)(X), torch_grad(theirs)(X))
         torch.testing.assert_close(vmap(ours)(stacked), torch_vmap(theirs)(stacked))
-        torch.testing.assert_close(vmap(grad(ours))(stacked), torch_vmap(torch_grad(theirs))(stacked))
+        torch.testing.assert_close(
+            vmap(grad(ours))(stacked), torch_vmap(torch_grad(theirs))(stacked)
+        )
     torch.testing.assert_close(jit(ours)(X), theirs(X))
-    torch.testing.assert_close(jit(vmap(grad(ours)))(stacked), torch_vmap(torch_grad(theirs))(stacked))
+    torch.testing.assert_close(
+        jit(vmap(grad(ours)))(stacked), torch_vmap(torch_grad(theirs))(stacked)
+    )
 
 
 def test_the_inverse_given_is_the_one_that_runs() -> None:
@@ -148,7 +159,7 @@ def test_the_inverse_given_is_the_one_that_runs() -> None:
     assert _inverses == ["turned"]
 
 
-# -- writes ------------------------------------------------------------------------------------------------------------------------
+# -- writes ----------------------------------------------------------------------------------------
 @torch.library.custom_op("test_registering::scale_", mutates_args=("x",))
 def scale_(x: torch.Tensor, factor: float) -> None:
     """Its schema says that it writes x."""
@@ -169,7 +180,9 @@ def _smooth(x: torch.Tensor, mean: torch.Tensor, count: torch.Tensor, train: boo
 SMOOTH = define("smooth(Tensor x, Tensor mean, Tensor count, bool train) -> Tensor", _smooth)
 
 
-def _lowered_smooth(x: jax.Array, mean: jax.Array, count: jax.Array, train: bool) -> tuple[Any, ...]:
+def _lowered_smooth(
+    x: jax.Array, mean: jax.Array, count: jax.Array, train: bool
+) -> tuple[Any, ...]:
     """Its schema does not say that it writes mean and count, in training alone."""
     if not train:
         return x - mean, None, None
@@ -193,17 +206,23 @@ def test_writes_that_the_schema_tells() -> None:
     stacked = torch.stack([X, 2 * X])
     for _ in range(3):
         torch.testing.assert_close(grad(_scaled)(X), torch_grad(_scaled_plainly)(X))
-        torch.testing.assert_close(vmap(grad(_scaled))(stacked), torch_vmap(torch_grad(_scaled_plainly))(stacked))
+        torch.testing.assert_close(
+            vmap(grad(_scaled))(stacked), torch_vmap(torch_grad(_scaled_plainly))(stacked)
+        )
     torch.testing.assert_close(jit(grad(_scaled))(X), torch_grad(_scaled_plainly)(X))
 
 
-def _trained(x: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def _trained(
+    x: torch.Tensor, start: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     mean, count = start.clone(), torch.zeros((), dtype=torch.int64)
     out = OWN.smooth(x, mean, count, True)
     return (out * out * mean).sum(), (OWN.smooth(x, mean, count, False), count)
 
 
-def _trained_plainly(x: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def _trained_plainly(
+    x: torch.Tensor, start: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     mean = 0.5 * start + 0.5 * x.detach().mean(0)
     return ((x - mean) ** 2 * mean).sum(), (x - mean, torch.ones((), dtype=torch.int64))
 
@@ -215,9 +234,13 @@ def test_writes_that_the_schema_does_not_tell() -> None:
     mapped = torch_vmap(torch_grad(_trained_plainly, has_aux=True), (0, None))(stacked, start)
     for _ in range(3):
         torch.testing.assert_close(grad(_trained, has_aux=True)(X, start), wanted)
-        torch.testing.assert_close(vmap(grad(_trained, has_aux=True), (0, None))(stacked, start), mapped)
+        torch.testing.assert_close(
+            vmap(grad(_trained, has_aux=True), (0, None))(stacked, start), mapped
+        )
     torch.testing.assert_close(jit(grad(_trained, has_aux=True))(X, start), wanted)
-    torch.testing.assert_close(jit(vmap(grad(_trained, has_aux=True), (0, None)))(stacked, start), mapped)
+    torch.testing.assert_close(
+        jit(vmap(grad(_trained, has_aux=True), (0, None)))(stacked, start), mapped
+    )
 
 
 @pytest.mark.parametrize("around", [lambda f: vmap(f, (0, None)), jit], ids=["vmap", "jit"])
@@ -254,7 +277,7 @@ def test_a_mapped_write() -> None:
         torch.testing.assert_close(transform(run)(stacked), torch_vmap(plain)(stacked))
 
 
-# -- outputs that require no grad --------------------------------------------------------------------------------------------------
+# -- outputs that require no grad ------------------------------------------------------------------
 class _Ranked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,7 +303,9 @@ def _mark(x: jax.Array) -> jax.Array:
     return x * 2
 
 
-@pytest.mark.parametrize("around", [lambda f: vmap(f), jit, lambda f: jit(vmap(f))], ids=["vmap", "jit", "jit(vmap)"])
+@pytest.mark.parametrize(
+    "around", [lambda f: vmap(f), jit, lambda f: jit(vmap(f))], ids=["vmap", "jit", "jit(vmap)"]
+)
 def test_outputs_that_require_no_grad(around: Any) -> None:
     x = X.clone().requires_grad_()
     for _ in range(3):
@@ -324,12 +349,14 @@ REGISTERED: list[tuple[str, dict[str, Any], Callable[..., Any]]] = [
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
-    """While the tests run, not while they are collected: other tests list the lowerings that there are."""
+    """While the tests run, not while they are collected: other tests list the lowerings that there
+    are.
+    """
     for name, facts, lower in REGISTERED:
         bridge.register_lowering(name, **facts)(lower)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 BLUR = define("blur(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x * weight)
 define("blur_(Tensor(a!) x, Tensor weight) -> Tensor(a!)", lambda x, weight: x.mul_(weight))
 
@@ -347,11 +374,17 @@ def test_memory_is_looked_at_if_the_lowering_says_so() -> None:
 
     x = torch.tensor([1.0, 2.0, 3.0])
     facts: list[tuple[dict[str, Any], bool, bool]] = [
-        ({}, False, False), ({"pointwise": True}, True, False), ({"apart": ()}, True, False), ({"apart": ("weight",)}, True, True),
-    ]  # fmt: skip
+        ({}, False, False),
+        ({"pointwise": True}, True, False),
+        ({"apart": ()}, True, False),
+        ({"apart": ("weight",)}, True, True),
+    ]
     for fact, part, whole in facts:
         bridge.register_lowering(BLUR, **fact)(lambda x, weight: x * weight)
-        for program, refused, truth in ((overlapping, part, [2.0, 6.0, 3.0]), (itself, whole, [1.0, 4.0, 9.0])):
+        for program, refused, truth in (
+            (overlapping, part, [2.0, 6.0, 3.0]),
+            (itself, whole, [1.0, 4.0, 9.0]),
+        ):
             if refused:
                 with pytest.raises(RuntimeError, match="refer to a single memory location"):
                     jit(program)(x)
@@ -359,7 +392,7 @@ def test_memory_is_looked_at_if_the_lowering_says_so() -> None:
                 assert jit(program)(x).tolist() == truth
 
 
-# -- an operator of PyTorch's ------------------------------------------------------------------------------------------------------
+# -- an operator of PyTorch's ----------------------------------------------------------------------
 def test_what_is_not_given_stays_as_it_was_known() -> None:
     """Another lowering of select is still a view, which is written through."""
     select = torch.ops.aten.select.int
@@ -389,28 +422,62 @@ def test_what_is_not_given_stays_as_it_was_known() -> None:
 def test_a_new_value_that_is_missing() -> None:
     forgets = define("forgets_(Tensor(a!) x) -> Tensor", lambda x: x.mul_(2).clone())
     bridge.register_lowering(forgets)(lambda x: ())
-    with pytest.raises(RuntimeError, match=r"forgets_.*returned 0 results; expected .* the new values of x"):
+    with pytest.raises(
+        RuntimeError, match=r"forgets_.*returned 0 results; expected .* the new values of x"
+    ):
         jit(lambda x: OWN.forgets_(x * 1))(X)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (SMOOTH, {"view_inverse": _turned_back}, "view_inverse: .*smooth.* is no view by its schema"),
     (TURNED, {"view_inverse": "turned"}, "view_inverse: expected a function, got 'turned'"),
     (TURNED, {"view_parts": _slices}, "view_parts: .* returns one view"),
-    ("test_registering.pieces", {}, "view_parts: expected a function, as .*pieces.* returns several views"),
+    (
+        "test_registering.pieces",
+        {},
+        "view_parts: expected a function, as .*pieces.* returns several views",
+    ),
     (SMOOTH, {"writes": ("mean",)}, "writes: expected names of arguments and places"),
-    (SMOOTH, {"writes": {"mode": 1}}, "writes: .*smooth.* takes no tensor 'mode'; expected some of x, mean, count"),
+    (
+        SMOOTH,
+        {"writes": {"mode": 1}},
+        "writes: .*smooth.* takes no tensor 'mode'; expected some of x, mean, count",
+    ),
     (SMOOTH, {"writes": {"train": 1}}, "writes: .*smooth.* takes no tensor 'train'"),
-    (SMOOTH, {"writes": {"mean": -1}}, "writes: expected the place of the new value of 'mean', a number from 0, got -1"),
-    (SMOOTH, {"writes": {"mean": 1, "count": 1}}, "writes: expected a place of its own for each argument"),
-    ("test_registering.scale_", {"writes": {}, "no_grad_outputs": (1,)}, "no_grad_outputs: expected places below 1"),
-    ("test_registering.blur_", {"writes": {"weight": 0}}, "writes: .*blur_.* writes x by its schema; expected all of them"),
+    (
+        SMOOTH,
+        {"writes": {"mean": -1}},
+        "writes: expected the place of the new value of 'mean', a number from 0, got -1",
+    ),
+    (
+        SMOOTH,
+        {"writes": {"mean": 1, "count": 1}},
+        "writes: expected a place of its own for each argument",
+    ),
+    (
+        "test_registering.scale_",
+        {"writes": {}, "no_grad_outputs": (1,)},
+        "no_grad_outputs: expected places below 1",
+    ),
+    (
+        "test_registering.blur_",
+        {"writes": {"weight": 0}},
+        "writes: .*blur_.* writes x by its schema; expected all of them",
+    ),
     (RANKED, {"no_grad_outputs": (2,)}, "no_grad_outputs: expected places below 2, .*got 2"),
-    (RANKED, {"no_grad_outputs": (True,)}, "no_grad_outputs: expected places of results, numbers from 0, got True"),
+    (
+        RANKED,
+        {"no_grad_outputs": (True,)},
+        "no_grad_outputs: expected places of results, numbers from 0, got True",
+    ),
     (RANKED, {"no_grad_outputs": 1}, r"no_grad_outputs: expected places such as \(1,\), got 1"),
     (BLUR, {"apart": "weight"}, "apart: expected names of arguments such as .*, got 'weight'"),
-    (BLUR, {"apart": ("mask",)}, "apart: .*blur.* takes no tensor 'mask'; expected some of x, weight"),
+    (
+        BLUR,
+        {"apart": ("mask",)},
+        "apart: .*blur.* takes no tensor 'mask'; expected some of x, weight",
+    ),
 ]
 
 
@@ -420,7 +487,7 @@ def test_wrong_facts(operator: str, facts: dict[str, Any], message: str) -> None
         bridge.register_lowering(operator, **facts)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 def test_rows_name_arguments_that_there_are() -> None:
     """For each lowering with such a fact, an overload that it serves has the arguments."""
     rows: dict[int, list[Any]] = {}
@@ -428,7 +495,9 @@ def test_rows_name_arguments_that_there_are() -> None:
         rows.setdefault(id(row), []).append(func)
     for funcs in rows.values():
         row: Operator = LOWERINGS[funcs[0]]
-        names = {a.name for func in funcs for a in func._schema.arguments if "Tensor" in str(a.type)}
+        names = {
+            a.name for func in funcs for a in func._schema.arguments if "Tensor" in str(a.type)
+        }
         assert {*row.writes, *(row.apart or ())} <= names, funcs
         assert row.view_inverse is None or any(func.is_view for func in funcs), funcs
         for func in funcs:

@@ -1,4 +1,5 @@
 """Resizing images of bytes: PyTorch's fixed-point arithmetic, to the last bit."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 import torchfunc_jax
 
 SIZES = [{"size": s} for s in ((4, 5), (14, 18), (1, 30), (7, 20))] + [
-    {"scale_factor": (0.5, 0.7)}, {"scale_factor": (2.0, 1.5)}, {"scale_factor": (0.5, 0.7), "recompute_scale_factor": True},
+    {"scale_factor": (0.5, 0.7)},
+    {"scale_factor": (2.0, 1.5)},
+    {"scale_factor": (0.5, 0.7), "recompute_scale_factor": True},
 ]
 
 
@@ -18,7 +21,13 @@ SIZES = [{"size": s} for s in ((4, 5), (14, 18), (1, 30), (7, 20))] + [
 @pytest.mark.parametrize("how", [{}, {"align_corners": True}, {"antialias": True}], ids=str)
 def test_bytes_are_pytorchs(mode: str, how: dict[str, bool]) -> None:
     for channels in (3, 5):  # PyTorch has two kernels
-        x = torch.randint(0, 256, (2, channels, 7, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(channels))
+        x = torch.randint(
+            0,
+            256,
+            (2, channels, 7, 9),
+            dtype=torch.uint8,
+            generator=torch.Generator().manual_seed(channels),
+        )
         for size in SIZES:
             if "recompute_scale_factor" in size and "align_corners" in how:
                 continue

@@ -1,4 +1,7 @@
-"""torch.segment_reduce beside plain PyTorch: every reduction, by lengths and by offsets, with empty segments, NaN, ties and zeros."""
+"""torch.segment_reduce beside plain PyTorch: every reduction, by lengths and by offsets, with empty
+segments, NaN, ties and zeros.
+"""
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,17 +24,33 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
     "lengths that end early": (SPOILT, {"lengths": torch.tensor([3, 0, 1, 1]), "unsafe": True}),
     "offsets": (SPOILT, {"offsets": torch.tensor([2, 3, 3, 5])}),
     "infinite initial value": (SPOILT, {"lengths": torch.tensor([3, 5]), "initial": -INF}),
-    "initial value that is the greatest": (SPOILT, {"lengths": torch.tensor([3, 0, 1, 2, 2]), "initial": 2}),
-    "rows of lengths": (floats(3, 8, 2), {"lengths": torch.tensor(LENGTHS, dtype=torch.int32), "axis": 1, "initial": 0.5}),
-    "rows of offsets": (floats(2, 8), {"offsets": torch.tensor([[0, 2, 4, 8], [0, 0, 7, 8]]), "axis": -1}),
+    "initial value that is the greatest": (
+        SPOILT,
+        {"lengths": torch.tensor([3, 0, 1, 2, 2]), "initial": 2},
+    ),
+    "rows of lengths": (
+        floats(3, 8, 2),
+        {"lengths": torch.tensor(LENGTHS, dtype=torch.int32), "axis": 1, "initial": 0.5},
+    ),
+    "rows of offsets": (
+        floats(2, 8),
+        {"offsets": torch.tensor([[0, 2, 4, 8], [0, 0, 7, 8]]), "axis": -1},
+    ),
     "no segments": (floats(3), {"offsets": torch.tensor([0])}),
-    "nothing in a segment": (floats(2, 0, 3), {"lengths": torch.zeros(2, 4, dtype=torch.int64), "axis": 1}),
+    "nothing in a segment": (
+        floats(2, 0, 3),
+        {"lengths": torch.zeros(2, 4, dtype=torch.int64), "axis": 1},
+    ),
 }
 
 
 @pytest.mark.thin(12)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(("name", "dtype"), [(name, torch.float32) for name in CASES] + [("lengths", dtype) for dtype in DTYPES], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in CASES] + [("lengths", dtype) for dtype in DTYPES],
+    ids=str,
+)
 def test_values_and_gradients_are_pytorchs(name: str, reduction: str, dtype: torch.dtype) -> None:
     x, options = CASES[name][0].to(dtype), CASES[name][1]
     function = lambda x: torch.segment_reduce(x, reduction, **options)
@@ -46,7 +65,9 @@ def test_values_and_gradients_are_pytorchs(name: str, reduction: str, dtype: tor
 
     lanes = torchfunc_jax.vmap(both)(torch.stack([x, x]))
     for mine in (torchfunc_jax.jit(both)(x), tuple(y[1] for y in lanes)):
-        torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+        torch.testing.assert_close(
+            mine, theirs, equal_nan=True, rtol=DTYPES[dtype], atol=DTYPES[dtype]
+        )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -54,19 +75,29 @@ def test_lengths_may_be_traced(reduction: str) -> None:
     x, lengths = floats(8), torch.tensor(LENGTHS)
     function = lambda x, lengths: torch.segment_reduce(x, reduction, lengths=lengths)
     expected = torch.stack([function(x, row) for row in lengths])
-    torch.testing.assert_close(torchfunc_jax.jit(torchfunc_jax.vmap(function, (None, 0)))(x, lengths), expected, equal_nan=True)
+    torch.testing.assert_close(
+        torchfunc_jax.jit(torchfunc_jax.vmap(function, (None, 0)))(x, lengths),
+        expected,
+        equal_nan=True,
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_forward_mode_which_pytorch_does_not_have(reduction: str) -> None:
     x, t, h = floats(8), floats(9)[:8], 1e-6
-    function = lambda x: torch.segment_reduce(x, reduction, offsets=torch.tensor([0, 3, 3, 7]), initial=0.3)
+    function = lambda x: torch.segment_reduce(
+        x, reduction, offsets=torch.tensor([0, 3, 3, 7]), initial=0.3
+    )
     tangent = torchfunc_jax.jvp(function, (x,), (t,))[1]
-    torch.testing.assert_close(tangent, (function(x + h * t) - function(x - h * t)) / (2 * h), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        tangent, (function(x + h * t) - function(x - h * t)) / (2 * h), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_ties_share_whatever_the_cotangents_sign() -> None:
-    """PyTorch divides positive cotangents alone, so that its gradient of -f is not that of f with the sign changed."""
+    """PyTorch divides positive cotangents alone, so that its gradient of -f is not that of f with
+    the sign changed.
+    """
     x = torch.tensor([1.0, 2, 2])
     function = lambda x: torch.segment_reduce(x, "max", lengths=torch.tensor([3])).sum()
     assert torchfunc_jax.grad(lambda x: -function(x))(x).tolist() == [0, -0.5, -0.5]
@@ -98,7 +129,10 @@ def test_factors_whose_product_overflows() -> None:
 )
 def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        made = {k: torch.tensor(v, dtype=None if v else torch.int64) if isinstance(v, list) else v for k, v in options.items()}
+        made = {
+            k: torch.tensor(v, dtype=None if v else torch.int64) if isinstance(v, list) else v
+            for k, v in options.items()
+        }
         return torch.segment_reduce(x, "sum", **made)
 
     with pytest.raises(RuntimeError, match=message):

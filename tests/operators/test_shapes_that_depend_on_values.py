@@ -1,4 +1,7 @@
-"""Operators whose results have a shape that depends on values, under vmap: as plain PyTorch lane by lane; under jit an error."""
+"""Operators whose results have a shape that depends on values, under vmap: as plain PyTorch lane by
+lane; under jit an error.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,10 +22,19 @@ CASES = {
     "argwhere of what was computed": (lambda x: torch.argwhere(x.sin().abs() > 0.01), (X,)),
     "repeat_interleave": (torch.repeat_interleave, (X, REPEATS)),
     "repeat_interleave of numbers": (lambda r: torch.repeat_interleave(r), (REPEATS,)),
-    "repeat_interleave along a dimension": (lambda x, r: torch.repeat_interleave(x.outer(x), r, dim=1).exp(), (X, REPEATS)),
+    "repeat_interleave along a dimension": (
+        lambda x, r: torch.repeat_interleave(x.outer(x), r, dim=1).exp(),
+        (X, REPEATS),
+    ),
     "bincount": (lambda i: torch.bincount(i), (torch.tensor([[1, 2], [0, 2]]),)),
-    "bincount with weights": (lambda i, w: torch.bincount(i, w, minlength=2), (torch.tensor([[1, 3], [3, 2]]), X[:, :2])),
-    "gradient through repeat_interleave": (torch.func.grad(lambda x, r: (torch.repeat_interleave(x, r) ** 3).sum()), (X, REPEATS)),
+    "bincount with weights": (
+        lambda i, w: torch.bincount(i, w, minlength=2),
+        (torch.tensor([[1, 3], [3, 2]]), X[:, :2]),
+    ),
+    "gradient through repeat_interleave": (
+        torch.func.grad(lambda x, r: (torch.repeat_interleave(x, r) ** 3).sum()),
+        (X, REPEATS),
+    ),
 }
 
 
@@ -37,7 +49,11 @@ def test_agrees_with_a_loop(name: str, depth: int) -> None:
     f, args = CASES[name]
     got, truth = tf.vmap(f), lane_by_lane(f)
     if depth == 2:
-        got, truth, args = tf.vmap(got), lane_by_lane(truth), tuple(torch.stack([a, a.flip(0)]) for a in args)
+        got, truth, args = (
+            tf.vmap(got),
+            lane_by_lane(truth),
+            tuple(torch.stack([a, a.flip(0)]) for a in args),
+        )
     if "repeat_interleave" in name and torch.__version__ >= (2, 14):
         with pytest.raises(RuntimeError, match="output_size"):
             got(*args)
@@ -54,17 +70,25 @@ def test_jit_says_that_the_shape_is_not_known(name: str) -> None:
         tf.jit(tf.vmap(f))(*args)
 
 
-@pytest.mark.parametrize("name, args", {
-    "repeat_interleave": (X, torch.tensor([[1, 2, 1], [1, 1, 1]])), "argwhere": (torch.tensor([[1.0, 0.0], [0.0, 0.0]]),),
-    "bincount": (torch.tensor([[1, 2], [0, 1]]),),
-}.items())
+@pytest.mark.parametrize(
+    "name, args",
+    {
+        "repeat_interleave": (X, torch.tensor([[1, 2, 1], [1, 1, 1]])),
+        "argwhere": (torch.tensor([[1.0, 0.0], [0.0, 0.0]]),),
+        "bincount": (torch.tensor([[1, 2], [0, 1]]),),
+    }.items(),
+)
 def test_lanes_of_different_shapes(name: str, args: tuple[torch.Tensor, ...]) -> None:
     assert_parity(CASES[name][0], *args, transforms=["vmap"], jit=False, raises=RuntimeError)
-    with pytest.raises(RuntimeError, match=r"stack expects each tensor to be equal size|output_size"):
+    with pytest.raises(
+        RuntimeError, match=r"stack expects each tensor to be equal size|output_size"
+    ):
         tf.vmap(CASES[name][0])(*args)
 
 
 def test_nothing_to_loop_over() -> None:
     for T in (torch.func, tf, tf):
-        with pytest.raises(RuntimeError, match="The fallback path does not support vmap over dims of size 0"):
+        with pytest.raises(
+            RuntimeError, match="The fallback path does not support vmap over dims of size 0"
+        ):
             T.vmap(torch.bincount)(torch.empty(0, 3, dtype=torch.int64))

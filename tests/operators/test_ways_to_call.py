@@ -1,7 +1,10 @@
-"""The other ways to call an operator: as a method, in place, as Python's operator, with out=; PyTorch's database beside plain PyTorch.
+"""The other ways to call an operator: as a method, in place, as Python's operator, with out=;
+PyTorch's database beside plain PyTorch.
 
-What test_operators.py asks of the function alone; and out= of what makes tensors of numbers, which the database has none of.
+What test_operators.py asks of the function alone; and out= of what makes tensors of numbers, which
+the database has none of.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -20,7 +23,8 @@ from bridge.errors import DataDependentError
 pytestmark = pytest.mark.sweep
 
 CHUNKS = 16
-#: Values that are not the operator's to choose, or of which several are right: the sign of an eigenvector.
+#: Values that are not the operator's to choose, or of which several are right: the sign of an
+#: eigenvector.
 _FREE = {"linalg.eigh", "normal.in_place", "normal.number_mean", "chalf"}
 _INEXACT = (torch.float32, torch.complex64)
 #: PyTorch writes a result of five by ten to a tensor of one element that is not to be resized.
@@ -77,21 +81,35 @@ def _wrong(name: str, op: Any, dtype: torch.dtype, samples: int) -> Iterator[str
         args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
         for way, fn in _ways(op, args, kwargs):
             try:
-                expected = [x for x in pytree.tree_leaves(fn(*_copied(args), **_copied(kwargs))) if isinstance(x, torch.Tensor)]
+                expected = [
+                    x
+                    for x in pytree.tree_leaves(fn(*_copied(args), **_copied(kwargs)))
+                    if isinstance(x, torch.Tensor)
+                ]
             except Exception:
                 continue  # an integer in place of which a float would stand, say
             try:
                 got = _jitted(fn, args, kwargs)
                 assert [x.dtype for x in got] == [x.dtype for x in expected], "dtypes"
-                for ours, theirs in zip(got, expected, strict=True):  # small elements beside large ones have the errors of these
-                    largest = theirs.abs().nan_to_num(0, 0, 0).max().item() if theirs.numel() and theirs.dtype in _INEXACT else 0
+                # small elements beside large ones have the errors of these
+                for ours, theirs in zip(got, expected, strict=True):
+                    largest = (
+                        theirs.abs().nan_to_num(0, 0, 0).max().item()
+                        if theirs.numel() and theirs.dtype in _INEXACT
+                        else 0
+                    )
                     atol = max(1e-4, 1e-6 * largest)
-                    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=atol, equal_nan=True, check_stride=False)
+                    torch.testing.assert_close(
+                        ours, theirs, rtol=1e-3, atol=atol, equal_nan=True, check_stride=False
+                    )
             except DataDependentError:
                 continue  # test_operators.py has these
             except Exception as error:
                 if (name, way) not in _TORCH_RESIZES:
-                    yield f"{name} {way} {dtype}: {type(error).__name__}: {str(error).replace(chr(10), ' ')[:200]}"
+                    yield (
+                        f"{name} {way} {dtype}: {type(error).__name__}: "
+                        f"{str(error).replace(chr(10), ' ')[:200]}"
+                    )
 
 
 def _all_wrong(names: list[str], dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
@@ -99,7 +117,11 @@ def _all_wrong(names: list[str], dtypes: tuple[torch.dtype, ...], samples: int) 
     for name in names:
         op = opinfo.operators()[name]
         for dtype in dtypes:
-            if name not in _FREE and op.name not in opinfo.RANDOM and dtype in op.supported_dtypes("cpu"):
+            if (
+                name not in _FREE
+                and op.name not in opinfo.RANDOM
+                and dtype in op.supported_dtypes("cpu")
+            ):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     wrong += _wrong(name, op, dtype, samples)
@@ -112,15 +134,26 @@ def test_every_way_to_call_an_operator(chunk):
     assert not _all_wrong(sorted(opinfo.operators())[chunk::CHUNKS], (torch.float32,), 1)
 
 
-_A, _B = torch.rand(2, 3, generator=torch.Generator().manual_seed(0)), torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
+_A, _B = (
+    torch.rand(2, 3, generator=torch.Generator().manual_seed(0)),
+    torch.rand(3, 2, generator=torch.Generator().manual_seed(1)),
+)
 _HARD: dict[str, Callable] = {
     "kron": lambda a, b: torch.kron(a, b, out=torch.ones(6, 6)),
     "kron to nothing": lambda a, b: torch.kron(a, b, out=torch.empty(0)),
-    "matrix_rank": lambda a, b: torch.linalg.matrix_rank(a @ b + torch.eye(2), out=torch.ones((), dtype=torch.int64)),
-    "matmul of three dimensions": lambda a, b: torch.matmul(a.expand(4, 2, 3), b, out=torch.ones(4, 2, 2)),
-    "matmul by a vector": lambda a, b: torch.matmul(a.expand(4, 2, 3), b[:, 0], out=torch.ones(4, 2)),
+    "matrix_rank": lambda a, b: torch.linalg.matrix_rank(
+        a @ b + torch.eye(2), out=torch.ones((), dtype=torch.int64)
+    ),
+    "matmul of three dimensions": lambda a, b: torch.matmul(
+        a.expand(4, 2, 3), b, out=torch.ones(4, 2, 2)
+    ),
+    "matmul by a vector": lambda a, b: torch.matmul(
+        a.expand(4, 2, 3), b[:, 0], out=torch.ones(4, 2)
+    ),
     "det of nothing": lambda a, b: torch.linalg.det(a.new_ones(0, 2, 2), out=torch.ones(0)),
-    "slogdet of nothing": lambda a, b: torch.linalg.slogdet(a.new_ones(0, 1, 1), out=(torch.ones(0), torch.ones(0))),
+    "slogdet of nothing": lambda a, b: torch.linalg.slogdet(
+        a.new_ones(0, 1, 1), out=(torch.ones(0), torch.ones(0))
+    ),
     "logsigmoid of nothing": lambda a, b: torch._C._nn.log_sigmoid(a[:, :0], out=torch.ones(2, 0)),
     "polygamma_": lambda a, b: a.clone().polygamma_(2),
 }
@@ -129,13 +162,20 @@ _HARD: dict[str, Callable] = {
 @pytest.mark.parametrize("transform", [tj.jit, tj.functionalize], ids=["jit", "un-jitted"])
 @pytest.mark.parametrize("name", _HARD)
 def test_where_the_memory_written_is_another_tensors(name, transform):
-    torch.testing.assert_close(transform(_HARD[name])(_A, _B), _HARD[name](_A, _B), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        transform(_HARD[name])(_A, _B), _HARD[name](_A, _B), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_way_with_more_samples_and_dtypes(chunk):
-    names = [n for n in sorted(opinfo.operators())[chunk::CHUNKS] if n not in ("sort", "argsort", "topk", "kthvalue")]  # equal elements
+    # equal elements
+    names = [
+        n
+        for n in sorted(opinfo.operators())[chunk::CHUNKS]
+        if n not in ("sort", "argsort", "topk", "kthvalue")
+    ]
     wrong = _all_wrong(names, (torch.float32, torch.complex64), 4)
     assert not wrong + _all_wrong(names, (torch.int64, torch.bool), 2)
 
@@ -174,10 +214,19 @@ def test_a_factory_writes_to_out(name):
 @pytest.mark.parametrize(
     ("fn", "values"),
     [
-        (lambda out: torch.rand(_SIZE, out=out), lambda y: ((y >= 0) & (y < 1)).all() and y.unique().numel() > 1),
+        (
+            lambda out: torch.rand(_SIZE, out=out),
+            lambda y: ((y >= 0) & (y < 1)).all() and y.unique().numel() > 1,
+        ),
         (lambda out: torch.randn(_SIZE, out=out), lambda y: y.unique().numel() > 1),
-        (lambda out: torch.normal(100.0, 1.0, _SIZE, out=out), lambda y: ((y > 90) & (y < 110)).all() and y.unique().numel() > 1),
-        (lambda out: torch.randint(3, 7, _SIZE, out=out), lambda y: ((y >= 3) & (y < 7) & (y == y.round())).all()),
+        (
+            lambda out: torch.normal(100.0, 1.0, _SIZE, out=out),
+            lambda y: ((y > 90) & (y < 110)).all() and y.unique().numel() > 1,
+        ),
+        (
+            lambda out: torch.randint(3, 7, _SIZE, out=out),
+            lambda y: ((y >= 3) & (y < 7) & (y == y.round())).all(),
+        ),
         (lambda out: torch.randperm(6, out=out), lambda y: y.sort()[0].equal(torch.arange(6.0))),
     ],
     ids=["rand", "randn", "normal", "randint", "randperm"],
@@ -204,4 +253,6 @@ def test_out_of_another_dtype():
                 with pytest.raises(RuntimeError, match=r"dtype|cast"):
                     tj.jit(lambda a, b, fn=fn, out=out: fn(a, b, out=out.to(out.dtype) + 0))(a, b)
             else:
-                torch.testing.assert_close(tj.jit(lambda a, b, fn=fn, out=out: fn(a, b, out=out + 0))(a, b), expected)
+                torch.testing.assert_close(
+                    tj.jit(lambda a, b, fn=fn, out=out: fn(a, b, out=out + 0))(a, b), expected
+                )

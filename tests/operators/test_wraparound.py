@@ -1,4 +1,7 @@
-"""Python numbers beside tensors of whole numbers and of bools: what wraps around, what is refused, as PyTorch does."""
+"""Python numbers beside tensors of whole numbers and of bools: what wraps around, what is refused,
+as PyTorch does.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -78,11 +81,29 @@ def test_numbers_wrap_or_are_refused_as_in_pytorch(name: str, dtype: torch.dtype
         assert torch.equal(got, truth)
 
 
-FLOATS = (250.0, -1.0, 300.0, -129.0, 40000.0, -40000.0, 3e9, -3e9, 1e19, 2147483647.0, -2.0**31, 0.9, -2.5, float("inf"), float("nan"))
+FLOATS = (
+    250.0,
+    -1.0,
+    300.0,
+    -129.0,
+    40000.0,
+    -40000.0,
+    3e9,
+    -3e9,
+    1e19,
+    2147483647.0,
+    -(2.0**31),
+    0.9,
+    -2.5,
+    float("inf"),
+    float("nan"),
+)
 
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
-@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "source", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 def test_floats_that_do_not_fit(source: torch.dtype, to: torch.dtype) -> None:
     """C leaves open what they become; PyTorch's code for x86 does not."""
     x = torch.tensor(FLOATS, dtype=source)
@@ -93,7 +114,9 @@ def test_floats_that_do_not_fit(source: torch.dtype, to: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("reduce", [torch.sum, torch.prod])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.uint8, torch.bool, torch.complex64], ids=str
+)
 def test_reductions_to_bool(reduce: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
     x = torch.tensor([[1, 2, 0], [0, 0, 0], [3, 3, 256]]).to(dtype)
     for kwargs in ({}, {"dim": 1}, {"dim": 1, "keepdim": True}):

@@ -1,4 +1,7 @@
-"""A jax.Array never changes: each way by which an array becomes a tensor, or a tensor an array, and then torch writes to the tensor."""
+"""A jax.Array never changes: each way by which an array becomes a tensor, or a tensor an array, and
+then torch writes to the tensor.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,12 +34,22 @@ _TENSORS: dict[str, Callable[[jax.Array], torch.Tensor]] = {
     "to_torch of bfloat16": lambda a: bridge.to_torch(a.astype(jnp.bfloat16)),
     "load": _loaded,
     "what a JAX function keeps": lambda a: bridge.from_jax(lambda x: (x, a))(torch.ones(64))[1],
-    "an argument of a JAX function": lambda a: bridge.from_jax(lambda x, a: (x, a))(torch.ones(64), a)[1],
-    "a view of an argument of a JAX function": lambda a: bridge.from_jax(lambda x, a: (x, a.reshape(8, 8)))(torch.ones(64), a)[1],
-    "a JAX function in vmap": lambda a: torchfunc_jax.vmap(bridge.from_jax(lambda x: a + 0 * x))(torch.ones(2))[1],
-    "a JAX function in jit": lambda a: torchfunc_jax.jit(bridge.from_jax(lambda x: (x, a)))(torch.ones(64))[1],
-    "a gradient through a JAX function": lambda a: torch.func.grad(bridge.from_jax(lambda x: (x * a).sum()))(torch.ones(64)),
-}  # fmt: skip
+    "an argument of a JAX function": lambda a: bridge.from_jax(lambda x, a: (x, a))(
+        torch.ones(64), a
+    )[1],
+    "a view of an argument of a JAX function": lambda a: bridge.from_jax(
+        lambda x, a: (x, a.reshape(8, 8))
+    )(torch.ones(64), a)[1],
+    "a JAX function in vmap": lambda a: torchfunc_jax.vmap(bridge.from_jax(lambda x: a + 0 * x))(
+        torch.ones(2)
+    )[1],
+    "a JAX function in jit": lambda a: torchfunc_jax.jit(bridge.from_jax(lambda x: (x, a)))(
+        torch.ones(64)
+    )[1],
+    "a gradient through a JAX function": lambda a: torch.func.grad(
+        bridge.from_jax(lambda x: (x * a).sum())
+    )(torch.ones(64)),
+}
 
 
 def _steps(t: torch.Tensor) -> None:
@@ -52,9 +65,11 @@ _WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "data": lambda t: t.data.zero_(),
     "view": lambda t: t.view(-1)[:3].fill_(7),
     "copy_": lambda t: t.copy_(torch.zeros_like(t)),
-    "numpy": lambda t: t.float().numpy().fill(0) if t.dtype is torch.bfloat16 else t.numpy().fill(0),
+    "numpy": lambda t: (
+        t.float().numpy().fill(0) if t.dtype is torch.bfloat16 else t.numpy().fill(0)
+    ),
     "optimizer": _steps,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("write", _WRITES)
@@ -97,19 +112,29 @@ _ARRAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "params": lambda t: bridge.params(_module(t)),
     "captured, under jit": lambda t: _T.jit(lambda x: (x * 2, t))(_array()),
     "captured, under vmap": lambda t: _T.vmap(lambda x: (x * 2, t), out_dims=(0, None))(_array()),
-    "captured and viewed": lambda t: _T.vmap(lambda x: (x * 2, t.view(8, 8)), out_dims=(0, None))(_array()),
+    "captured and viewed": lambda t: _T.vmap(lambda x: (x * 2, t.view(8, 8)), out_dims=(0, None))(
+        _array()
+    ),
     "captured, by grad": lambda t: _T.grad(lambda x: ((x * 2).sum(), t), has_aux=True)(_array()),
     "captured, by vjp": lambda t: _T.vjp(lambda x: (x * 2, t), _array())[0],
     "captured, by jvp": lambda t: _T.jvp(lambda x: (x * t, t), (_array(),), (_array(),)),
     "captured, by jacrev": lambda t: _T.jacrev(lambda x: (x.sum(), t), has_aux=True)(_array()),
     "an argument beside arrays, under jit": lambda t: _T.jit(lambda x, w: (x * 2, w))(_array(), t),
-    "an argument beside arrays, under vmap": lambda t: _T.vmap(lambda x, w: (x * 2, w), (0, None), (0, None))(_array(), t),
-    "an argument beside arrays, by grad": lambda t: _T.grad(lambda x, w: ((x * 2).sum(), w), has_aux=True)(_array(), t),
+    "an argument beside arrays, under vmap": lambda t: _T.vmap(
+        lambda x, w: (x * 2, w), (0, None), (0, None)
+    )(_array(), t),
+    "an argument beside arrays, by grad": lambda t: _T.grad(
+        lambda x, w: ((x * 2).sum(), w), has_aux=True
+    )(_array(), t),
     "in jax.jit": lambda t: jax.jit(_T.vmap(lambda x: (x, t), out_dims=(0, None)))(_array()),
-    "of a JAX function": lambda t: jax.jit(lambda a: bridge.from_jax(lambda a, t: (a, t))(a, t))(_array()),
-    "kept by a module, by functional_call": lambda t: _T.functional_call(_Keeps(t), {}, (_array(),)),
+    "of a JAX function": lambda t: jax.jit(lambda a: bridge.from_jax(lambda a, t: (a, t))(a, t))(
+        _array()
+    ),
+    "kept by a module, by functional_call": lambda t: _T.functional_call(
+        _Keeps(t), {}, (_array(),)
+    ),
     "call": lambda t: bridge.call(_module(t), {}, {}, _array(), strict=False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", _ARRAYS)
@@ -125,7 +150,11 @@ def test_a_tensor_that_became_an_array(way: str) -> None:
             np.testing.assert_array_equal(np.asarray(array), values)
 
 
-@pytest.mark.parametrize("transform", [_T.jit, _T.vmap, lambda f: _T.grad(lambda x: f(x).sum())], ids=["jit", "vmap", "grad"])
+@pytest.mark.parametrize(
+    "transform",
+    [_T.jit, _T.vmap, lambda f: _T.grad(lambda x: f(x).sum())],
+    ids=["jit", "vmap", "grad"],
+)
 def test_a_result_is_computed_before_torch_writes(transform: Callable) -> None:
     """XLA runs large programs while Python goes on."""
     w, a = torch.ones(1000, 1000), jnp.ones((1000, 1000))
@@ -144,8 +173,12 @@ def test_without_a_copy() -> None:
     assert bridge.to_torch(a, copy=False).data_ptr() == a.unsafe_buffer_pointer()
 
 
-@pytest.mark.parametrize("transform", [_T.jit, _T.vmap, lambda f: _T.jit(_T.vmap(f))], ids=["jit", "vmap", "jit of vmap"])
-def test_our_own_results_are_not_copied(transform: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "transform", [_T.jit, _T.vmap, lambda f: _T.jit(_T.vmap(f))], ids=["jit", "vmap", "jit of vmap"]
+)
+def test_our_own_results_are_not_copied(
+    transform: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory of a result is that of the array that XLA returned."""
     addresses: set[int] = set()
 

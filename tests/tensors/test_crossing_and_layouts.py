@@ -1,4 +1,7 @@
-"""One tensor across the border and back: every dtype and memory layout, what is shared and what is copied, and for how long."""
+"""One tensor across the border and back: every dtype and memory layout, what is shared and what is
+copied, and for how long.
+"""
+
 from __future__ import annotations
 
 import gc
@@ -20,16 +23,43 @@ from torch import nn
 import torchfunc_jax
 from bridge import to_jax, to_torch
 from bridge.convert import dtypes
-from torchfunc_jax import chunk_vmap, functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jit, jvp, linearize, vjp, vmap
+from torchfunc_jax import (
+    chunk_vmap,
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jit,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 DTYPES = [torch.bool, *INTEGERS, *FLOATS, torch.complex64, torch.complex128, *FLOAT8]
 
 
 def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return (torch.randn(shape, dtype=torch.float64) * 3).abs().to(torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+    return (
+        (torch.randn(shape, dtype=torch.float64) * 3)
+        .abs()
+        .to(torch.complex128 if dtype.is_complex else torch.float64)
+        .to(dtype)
+    )
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
@@ -57,17 +87,23 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def as_torch_func(call: Callable[[Any], Any]) -> None:
-    """A call, which gets a namespace of transforms, does what torch.func does: the same results, or an error of the same class."""
+    """A call, which gets a namespace of transforms, does what torch.func does: the same results, or
+    an error of the same class.
+    """
 
     def outcome(T: Any) -> Any:
         try:
             found = call(T)
         except Exception as error:
             return type(error)
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: list(t.unbind()) if t.is_nested else t, found)
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: list(t.unbind()) if t.is_nested else t, found
+        )
 
     mine, theirs = outcome(torchfunc_jax), outcome(torch.func)
-    assert mine is theirs or (not isinstance(mine, type) and not isinstance(theirs, type)), f"{mine}, and torch.func: {theirs}"
+    assert mine is theirs or (not isinstance(mine, type) and not isinstance(theirs, type)), (
+        f"{mine}, and torch.func: {theirs}"
+    )
     same(mine, theirs)
 
 
@@ -76,7 +112,7 @@ def _inference() -> torch.Tensor:
         return torch.randn(3)
 
 
-# -- values -----------------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (130, 7)], ids=str)
 def test_every_dtype_round_trips(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -103,7 +139,10 @@ def test_every_layout(name: str) -> None:
     assert np.array_equal(np.asarray(to_jax(t)), plain.numpy())
     for result in (torchfunc_jax.functionalize(lambda a: a * 2)(t), jit(lambda a: a * 2)(t)):
         same(result, plain * 2)
-    for result in (vmap(lambda _, a: a + 1, in_dims=(0, None))(torch.ones(2), t), jit(lambda: t + 1)()):
+    for result in (
+        vmap(lambda _, a: a + 1, in_dims=(0, None))(torch.ones(2), t),
+        jit(lambda: t + 1)(),
+    ):
         same(result if result.shape == plain.shape else result[0], plain + 1)
 
 
@@ -113,11 +152,25 @@ def test_strides_and_flags_inside_are_those_outside(name: str) -> None:
     seen = {}
 
     def look(a: torch.Tensor) -> torch.Tensor:
-        seen.update(shape=a.shape, dtype=a.dtype, device=a.device, dim=a.dim(), numel=a.numel(), complex=a.is_complex())
+        seen.update(
+            shape=a.shape,
+            dtype=a.dtype,
+            device=a.device,
+            dim=a.dim(),
+            numel=a.numel(),
+            complex=a.is_complex(),
+        )
         return a.clone()
 
     torchfunc_jax.functionalize(look)(t)
-    assert seen == {"shape": t.shape, "dtype": t.dtype, "device": t.device, "dim": t.dim(), "numel": t.numel(), "complex": t.is_complex()}
+    assert seen == {
+        "shape": t.shape,
+        "dtype": t.dtype,
+        "device": t.device,
+        "dim": t.dim(),
+        "numel": t.numel(),
+        "complex": t.is_complex(),
+    }
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.randoms())
@@ -151,7 +204,10 @@ def test_any_view_of_any_shape(shape: list[int], random: Any) -> None:
         (lambda: torch.ones(3, device="meta"), "meta"),
         (lambda: torch.ones(3, dtype=torch.complex32), "complex32"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "to_padded_tensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "to_padded_tensor",
+        ),
     ],
     ids=["sparse", "csr", "quantized", "meta", "complex32", "nested", "jagged"],
 )
@@ -192,7 +248,9 @@ NESTED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "hessian": lambda T, t: T.hessian(torch.sum)(t),
     "captured by vmap": lambda T, t: T.vmap(lambda x: x * t[0].sum())(torch.ones(2)),
     "captured by grad": lambda T, t: T.grad(lambda x: (x * t.sum()).sum())(torch.ones(2)),
-    "chunk_vmap": lambda T, t: (chunk_vmap if T is torchfunc_jax else functorch.experimental.chunk_vmap)(torch.sin)(t),
+    "chunk_vmap": lambda T, t: (
+        chunk_vmap if T is torchfunc_jax else functorch.experimental.chunk_vmap
+    )(torch.sin)(t),
 }
 
 
@@ -210,7 +268,7 @@ def test_nested_tensors_are_for_pytorch_alone(name: str, layout: torch.layout) -
         jit(lambda x: x * t.sin().sum())(x)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 def test_large_tensors_share_memory_both_ways() -> None:
     t = torch.randn(1024, 64)
     array = to_jax(t, copy=False)
@@ -284,7 +342,11 @@ def test_a_copy_shares_no_memory_with_arguments_captures_or_other_results() -> N
         lambda a: (lambda b: (b, b.clone()))(a + 1),
     ]
     wrappers = [
-        torchfunc_jax.functionalize, jit, vmap, lambda f: jit(vmap(f)), lambda f: lambda a: jvp(f, (a,), (a,))[0],
+        torchfunc_jax.functionalize,
+        jit,
+        vmap,
+        lambda f: jit(vmap(f)),
+        lambda f: lambda a: jvp(f, (a,), (a,))[0],
         lambda f: lambda a: vjp(f, a)[0],
     ]
     for f in functions:
@@ -300,7 +362,12 @@ def test_a_copy_shares_no_memory_with_arguments_captures_or_other_results() -> N
 
 def test_writing_to_a_result_does_not_change_the_next_one() -> None:
     x = torch.randn(64, 64)
-    for fn in (vmap(torch.sin), jit(torch.sin), grad(lambda a: a.sin().sum()), lambda a: vjp(torch.sin, a)[0]):
+    for fn in (
+        vmap(torch.sin),
+        jit(torch.sin),
+        grad(lambda a: a.sin().sum()),
+        lambda a: vjp(torch.sin, a)[0],
+    ):
         first = fn(x)
         expected = first.clone()
         first.zero_()
@@ -323,7 +390,9 @@ def test_writing_to_a_tensor_after_the_call_changes_no_pullback() -> None:
 @pytest.mark.parametrize("name", ["argument", "captured", "requires grad"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_backward_after_writing_to_what_it_needs_raises_or_is_right(name: str, compiled: bool, create_graph: bool) -> None:
+def test_backward_after_writing_to_what_it_needs_raises_or_is_right(
+    name: str, compiled: bool, create_graph: bool
+) -> None:
     x, c, w = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
     fn = vmap(lambda a: a * (c * w).sin())
     out = (jit(fn) if compiled else fn)(x)
@@ -339,13 +408,19 @@ def test_backward_after_writing_to_what_it_needs_raises_or_is_right(name: str, c
         same(found, expected)
 
 
-# -- how long things live -----------------------------------------------------------------------------------------------------------
+# -- how long things live --------------------------------------------------------------------------
 def test_no_tensor_is_kept_alive() -> None:
     def run() -> list[weakref.ref[Any]]:
         x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
         fn = lambda a: (a @ w).sin()
         fn_jit = jit(fn)
-        results = [vmap(fn)(x), jacrev(lambda a: fn(a).sum())(x), fn_jit(x), vjp(fn, x)[0], to_jax(x)]
+        results = [
+            vmap(fn)(x),
+            jacrev(lambda a: fn(a).sum())(x),
+            fn_jit(x),
+            vjp(fn, x)[0],
+            to_jax(x),
+        ]
         results[0].sum().backward()
         fn_jit(x).sum().backward()
         return [weakref.ref(t) for t in (x, w, *results)]
@@ -378,7 +453,7 @@ def test_memory_of_a_result_outlives_the_array_it_came_from() -> None:
     assert bool((t == 2).all())
 
 
-# -- jax.Arrays ---------------------------------------------------------------------------------------------------------------------
+# -- jax.Arrays ------------------------------------------------------------------------------------
 JAX_CALLS: dict[str, Callable[[Any], Any]] = {
     "vmap": lambda x: vmap(torch.sin)(x),
     "vmap out_dims": lambda x: vmap(lambda a: (a, a.sum()), in_dims=1, out_dims=(1, 0))(x),
@@ -407,7 +482,9 @@ def test_jax_arrays_in_jax_arrays_out(name: str) -> None:
     array = jnp.asarray(x.numpy())
     result = JAX_CALLS[name](array)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(result))
-    expected = jax.tree_util.tree_leaves(jax.tree_util.tree_map(lambda t: t.numpy(), JAX_CALLS[name](x)))
+    expected = jax.tree_util.tree_leaves(
+        jax.tree_util.tree_map(lambda t: t.numpy(), JAX_CALLS[name](x))
+    )
     for mine, theirs in zip(to_arrays(result), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
         assert mine.dtype == theirs.dtype
@@ -416,7 +493,9 @@ def test_jax_arrays_in_jax_arrays_out(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in JAX_CALLS if not n.startswith("jit")])
 def test_inside_the_users_own_jax_jit(name: str) -> None:
     array = jnp.asarray(torch.randn(2, 3).numpy())
-    for mine, theirs in zip(to_arrays(jax.jit(JAX_CALLS[name])(array)), to_arrays(JAX_CALLS[name](array)), strict=True):
+    for mine, theirs in zip(
+        to_arrays(jax.jit(JAX_CALLS[name])(array)), to_arrays(JAX_CALLS[name](array)), strict=True
+    ):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -433,11 +512,14 @@ def test_a_module_inside_the_users_own_jax_transforms() -> None:
         for a in (x, jnp.asarray(x.numpy())):
             found = transform(lambda p, a=a: loss(p, a))(params)
             for k, v in model.named_parameters():
-                np.testing.assert_allclose(np.asarray(found[k]), v.grad.numpy(), rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(
+                    np.asarray(found[k]), v.grad.numpy(), rtol=1e-5, atol=1e-6
+                )
     per_sample = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, jnp.asarray(x.numpy()))
-    expected = torch.func.vmap(torch.func.grad(lambda p, a: torch.func.functional_call(model, p, (a,)).sum()), in_dims=(None, 0))(
-        {k: v.detach() for k, v in model.named_parameters()}, x
-    )
+    expected = torch.func.vmap(
+        torch.func.grad(lambda p, a: torch.func.functional_call(model, p, (a,)).sum()),
+        in_dims=(None, 0),
+    )({k: v.detach() for k, v in model.named_parameters()}, x)
     for k, v in expected.items():
         np.testing.assert_allclose(np.asarray(per_sample[k]), v.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -472,14 +554,26 @@ def test_as_strided_of_a_captured_view_counts_in_its_whole_memory(transform: Any
     part = torch.arange(20.0)[5:15]
     x = torch.ones(2, 2, 2)
     for view in (
-        lambda: part.as_strided((2, 2), (1, 2)), lambda: part.as_strided((2, 2), (1, 2), 7), lambda: part[2:].as_strided((2, 2), (1, 2)),
-        lambda: part.as_strided((2, 3), (3, 1), 7).as_strided((2, 2), (2, 1)), lambda: part.view(2, 5).t().as_strided((2, 2), (1, 2)),
+        lambda: part.as_strided((2, 2), (1, 2)),
+        lambda: part.as_strided((2, 2), (1, 2), 7),
+        lambda: part[2:].as_strided((2, 2), (1, 2)),
+        lambda: part.as_strided((2, 3), (3, 1), 7).as_strided((2, 2), (2, 1)),
+        lambda: part.view(2, 5).t().as_strided((2, 2), (1, 2)),
     ):
         torch.testing.assert_close(transform(lambda x, view=view: x * view())(x), x * view())
     turned = part.view(2, 5).t()
-    before, after = (lambda: part.as_strided((2, 2), (1, 2), 0)), (lambda: part.as_strided((2, 2), (1, 2), 14))
+    before, after = (
+        (lambda: part.as_strided((2, 2), (1, 2), 0)),
+        (lambda: part.as_strided((2, 2), (1, 2), 14)),
+    )
     for outside in (before, after, lambda: turned.as_strided((2,), (1,))):
-        if transform is torchfunc_jax.jit:  # the function itself is called: what lies outside has not crossed
-            torch.testing.assert_close(transform(lambda x, outside=outside: x * outside())(x), x * outside())
+        # the function itself is called: what lies outside has not crossed
+        if transform is torchfunc_jax.jit:
+            torch.testing.assert_close(
+                transform(lambda x, outside=outside: x * outside())(x), x * outside()
+            )
             continue
-        same(transform(lambda x, outside=outside: x * outside())(x), torch.func.vmap(lambda x, outside=outside: x * outside())(x))
+        same(
+            transform(lambda x, outside=outside: x * outside())(x),
+            torch.func.vmap(lambda x, outside=outside: x * outside())(x),
+        )

@@ -1,4 +1,7 @@
-"""Tensors on a CUDA device: results stay there, numbers are PyTorch's, and what the CPU tests promise holds there too."""
+"""Tensors on a CUDA device: results stay there, numbers are PyTorch's, and what the CPU tests
+promise holds there too.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -24,7 +27,11 @@ def cuda(*shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> tor
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    for a, e in zip(torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected), strict=True):
+    for a, e in zip(
+        torch.utils._pytree.tree_leaves(actual),
+        torch.utils._pytree.tree_leaves(expected),
+        strict=True,
+    ):
         assert a.device == e.device and a.dtype == e.dtype and a.shape == e.shape
         torch.testing.assert_close(a.detach(), e.detach(), rtol=tolerance, atol=tolerance)
 
@@ -51,8 +58,12 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Function": lambda x: SetupContext.apply(x).sum(),
     "hook": hooked,
     "in place": written,
-    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]).pow(2).sum(),
-    "linalg": lambda x: torch.linalg.slogdet(x @ x.T + torch.eye(x.shape[0], device=x.device)).logabsdet,
+    "attention": lambda x: (
+        F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]).pow(2).sum()
+    ),
+    "linalg": lambda x: (
+        torch.linalg.slogdet(x @ x.T + torch.eye(x.shape[0], device=x.device)).logabsdet
+    ),
 }
 WAYS: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
     "grad": lambda T, f: T.grad(f),
@@ -118,7 +129,9 @@ class Hooked(nn.Module):
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten())
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=2), nn.Flatten()
+    )
 
 
 def transformer() -> nn.Module:
@@ -130,20 +143,40 @@ BOTH_WAYS: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "batch_firs
 #: A module and the shape of its input; integers are numbers of words.
 TRAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (cnn, (4, 3, 8, 8)),
-    "norms": (lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.LayerNorm(5), nn.RMSNorm(5), nn.Softmax(-1)), (4, 6, 5)),
-    "cells": (Cells, (4, 5)), "checkpoint": (Checkpointed, (4, 5)), "hooks": (Hooked, (4, 5)), "transformer": (transformer, (3, 8)),
-    **{layer.__name__: (functools.partial(Recurrent, layer), (6, 4, 5)) for layer in (nn.LSTM, nn.GRU, nn.RNN)},
-    **{f"{layer.__name__}, both ways": (functools.partial(Recurrent, layer, **BOTH_WAYS), (4, 6, 5)) for layer in (nn.LSTM, nn.GRU)},
-}  # fmt: skip
+    "norms": (
+        lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.LayerNorm(5), nn.RMSNorm(5), nn.Softmax(-1)),
+        (4, 6, 5),
+    ),
+    "cells": (Cells, (4, 5)),
+    "checkpoint": (Checkpointed, (4, 5)),
+    "hooks": (Hooked, (4, 5)),
+    "transformer": (transformer, (3, 8)),
+    **{
+        layer.__name__: (functools.partial(Recurrent, layer), (6, 4, 5))
+        for layer in (nn.LSTM, nn.GRU, nn.RNN)
+    },
+    **{
+        f"{layer.__name__}, both ways": (
+            functools.partial(Recurrent, layer, **BOTH_WAYS),
+            (4, 6, 5),
+        )
+        for layer in (nn.LSTM, nn.GRU)
+    },
+}
 
 
 @pytest.mark.parametrize("how", ["not compiled", "loss compiled", "step compiled"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(name: str, how: str) -> None:
-    """With the backward pass outside of the compiled function, and inside of it, where PyTorch's engine must stay in the trace's thread."""
+    """With the backward pass outside of the compiled function, and inside of it, where PyTorch's
+    engine must stay in the trace's thread.
+    """
     make, shape = TRAINED[name]
     torch.manual_seed(0)
-    data = [torch.randint(11, shape, device="cuda") if name == "transformer" else cuda(*shape) for _ in range(3)]
+    data = [
+        torch.randint(11, shape, device="cuda") if name == "transformer" else cuda(*shape)
+        for _ in range(3)
+    ]
 
     def trained(wrap: Callable[..., Any] | None) -> list[torch.Tensor]:
         torch.manual_seed(1)
@@ -165,10 +198,17 @@ def test_training(name: str, how: str) -> None:
             optimizer.step()
         return [*values, *module.parameters(), *module.buffers()]
 
-    close(trained(torchfunc_jax.functionalize if how == "not compiled" else jit), trained(None), 2e-3)
+    close(
+        trained(torchfunc_jax.functionalize if how == "not compiled" else jit), trained(None), 2e-3
+    )
 
 
-MASKS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.3}, "mask": {"attn_mask": ...}}
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "mask": {"attn_mask": ...},
+}
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -176,7 +216,9 @@ MASKS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"is_causal": True}, 
 def test_attention(dtype: torch.dtype, mask: str) -> None:
     torch.manual_seed(0)
     q, k, v = (cuda(2, 4, 16, 32, dtype=dtype) for _ in range(3))
-    options = {"attn_mask": torch.rand(16, 16, device="cuda") > 0.3} if mask == "mask" else MASKS[mask]
+    options = (
+        {"attn_mask": torch.rand(16, 16, device="cuda") > 0.3} if mask == "mask" else MASKS[mask]
+    )
     f = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
     def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -187,19 +229,29 @@ def test_attention(dtype: torch.dtype, mask: str) -> None:
     close(jit(f)(q, k, v), f(q, k, v), tolerance)
     close(vmap(f)(q[:, None], k[:, None], v[:, None]), f(q, k, v)[:, None], tolerance)
     close(jit(gradients)(q, k, v), gradients(q, k, v), 10 * tolerance)
-    close(grad(lambda *x: f(*x).float().pow(2).sum(), (0, 1, 2))(q, k, v), gradients(q, k, v), 10 * tolerance)
+    close(
+        grad(lambda *x: f(*x).float().pow(2).sum(), (0, 1, 2))(q, k, v),
+        gradients(q, k, v),
+        10 * tolerance,
+    )
 
 
 #: Functions that make tensors, or move them to another device.
 ON_DEVICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "zeros": lambda x: x + torch.zeros(4, device="cuda"), "like": lambda x: torch.full_like(x, 2.0) * x,
-    "data": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda"), "a number on the CPU": lambda x: x * torch.tensor(2.0),
-    "to the CPU": lambda x: x.cpu() * 2, "and back": lambda x: (x.cpu() * 2).to("cuda"),
+    "zeros": lambda x: x + torch.zeros(4, device="cuda"),
+    "like": lambda x: torch.full_like(x, 2.0) * x,
+    "data": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda"),
+    "a number on the CPU": lambda x: x * torch.tensor(2.0),
+    "to the CPU": lambda x: x.cpu() * 2,
+    "and back": lambda x: (x.cpu() * 2).to("cuda"),
     "indices on the CPU": lambda x: x[torch.tensor([0, 2])],
-    "double": lambda x: (x * 2).to("cuda", torch.float64), "made on the CPU": lambda x: x.sum().cpu() + torch.ones(()),
-}  # fmt: skip
+    "double": lambda x: (x * 2).to("cuda", torch.float64),
+    "made on the CPU": lambda x: x.sum().cpu() + torch.ones(()),
+}
 AROUND: dict[str, Callable[[Any], Any]] = {
-    "jit": jit, "vmap": lambda f: lambda x: vmap(f)(x[None])[0], "grad": lambda f: grad(lambda x: f(x).double().sum()),
+    "jit": jit,
+    "vmap": lambda f: lambda x: vmap(f)(x[None])[0],
+    "grad": lambda f: grad(lambda x: f(x).double().sum()),
     "jit(grad)": lambda f: jit(grad(lambda x: f(x).double().sum())),
 }
 
@@ -214,7 +266,10 @@ def test_devices_of_results(name: str, around: str) -> None:
 
 @pytest.mark.parametrize("around", AROUND)
 def test_default_device(around: str) -> None:
-    f = lambda x: (x + torch.zeros(4)) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.arange(4.0) * torch.tensor(2.0)
+    f = lambda x: (
+        (x + torch.zeros(4)) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        + torch.arange(4.0) * torch.tensor(2.0)
+    )
     x = cuda(4)
     with torch.device("cuda"):
         expected = torch.func.grad(lambda x: f(x).double().sum())(x) if "grad" in around else f(x)
@@ -242,16 +297,34 @@ def test_memory_that_begins_anywhere(around: str) -> None:
     """XLA takes no input at an odd address; strides, empty tensors and every dtype cross too."""
     run = jit(lambda x: x + x) if around == "jit" else lambda x: vmap(lambda x: x + x)(x[None])[0]
     whole = cuda(64)
-    views = [whole[1:], whole[3:].view(61), whole.view(8, 8).T, whole[::2], whole[:0], whole[:4].expand(3, 4), whole.view(8, 8)[1:, 1:]]
+    views = [
+        whole[1:],
+        whole[3:].view(61),
+        whole.view(8, 8).T,
+        whole[::2],
+        whole[:0],
+        whole[:4].expand(3, 4),
+        whole.view(8, 8)[1:, 1:],
+    ]
     for x in views:
         close(run(x), x + x)
-    for dtype in (torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+    for dtype in (
+        torch.uint8,
+        torch.int16,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    ):
         close(run((whole * 3).to(dtype)), (whole * 3).to(dtype) * 2)
     close(run(torch.polar(whole.abs(), whole).conj()), 2 * torch.polar(whole.abs(), whole).conj())
 
 
 def test_torchs_work_is_waited_for() -> None:
-    """JAX has streams of its own: a result that is not computed yet goes in, and a tensor that is written to right afterwards."""
+    """JAX has streams of its own: a result that is not computed yet goes in, and a tensor that is
+    written to right afterwards.
+    """
     f, x = jit(lambda a: (a @ a).sum(1)), cuda(3000, 3000) / 3000
     side = torch.cuda.Stream()
     for k in range(5):
@@ -270,7 +343,10 @@ def test_tensors_on_the_cpu_beside_a_gpu() -> None:
     model, x = nn.Linear(3, 4), torch.randn(5, 3)
     close(jit(lambda x: model(x))(x), model(x))
     for _ in range(3):
-        close(vmap(grad(lambda x: model(x).sum()))(x), torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x))
+        close(
+            vmap(grad(lambda x: model(x).sum()))(x),
+            torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x),
+        )
 
 
 def test_per_sample_gradients_of_a_module() -> None:

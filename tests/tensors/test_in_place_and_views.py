@@ -1,4 +1,7 @@
-"""In-place operators, views, assignment, out= and aliasing inside transforms: each program beside plain PyTorch."""
+"""In-place operators, views, assignment, out= and aliasing inside transforms: each program beside
+plain PyTorch.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +20,9 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {}
 
 
 def program(fn: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Declare a program of one [3, 4] tensor, which it does not change, that is differentiable wherever it is floating."""
+    """Declare a program of one [3, 4] tensor, which it does not change, that is differentiable
+    wherever it is floating.
+    """
     PROGRAMS[fn.__name__] = fn
     return fn
 
@@ -82,7 +87,11 @@ def a_base_sees_its_view(x):
 def views_of_views(x):
     y = x.clone()
     a = y.view(2, 6)[:, 1:5]
-    b = a.reshape(2, 2, 2).permute(2, 0, 1) if a.is_contiguous() else a.unflatten(1, (2, 2)).permute(2, 0, 1)
+    b = (
+        a.reshape(2, 2, 2).permute(2, 0, 1)
+        if a.is_contiguous()
+        else a.unflatten(1, (2, 2)).permute(2, 0, 1)
+    )
     b[1].fill_(0.5)
     b[0, 1] += y[0, :2]
     return y, a * 1, b * 1
@@ -294,15 +303,23 @@ REFUSED = {"chunks", "activations_in_place"}
 def test_under_grad(name: str, wrap: Any) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         out = PROGRAMS[name](x)
-        return sum(((t.real if t.is_complex() else t) ** 2).sum().to(x.dtype) for t in torch.utils._pytree.tree_leaves(out))
+        return sum(
+            ((t.real if t.is_complex() else t) ** 2).sum().to(x.dtype)
+            for t in torch.utils._pytree.tree_leaves(out)
+        )
 
     x = torch.randn(3, 4)
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(loss(leaf), leaf, allow_unused=True)
-    same(wrap(grad(loss))(x), torch.zeros_like(x) if expected is None else expected, rtol=1e-4, atol=1e-5)
+    same(
+        wrap(grad(loss))(x),
+        torch.zeros_like(x) if expected is None else expected,
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
-# -- what a function does to its arguments --------------------------------------------------------------------------------------------
+# -- what a function does to its arguments ---------------------------------------------------------
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "whole": lambda x, y: x.add_(y),
     "row": lambda x, y: x.__setitem__(0, y[1]),
@@ -314,12 +331,18 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "returned view": lambda x, y: x.add_(1)[0],
     "detached": lambda x, y: x.detach().add_(1),
     "data": lambda x, y: x.data.add_(1),
-    "other shape for a while": lambda x, y: (x.unsqueeze_(0).mul_(2), y.t_().add_(1), x.squeeze_(0), y.t_())[1] * 1,
+    "other shape for a while": lambda x, y: (
+        (x.unsqueeze_(0).mul_(2), y.t_().add_(1), x.squeeze_(0), y.t_())[1] * 1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("wrap", [functionalize, jit, vmap, lambda f: jit(vmap(f))], ids=["eager", "jit", "vmap", "jit-vmap"])
+@pytest.mark.parametrize(
+    "wrap",
+    [functionalize, jit, vmap, lambda f: jit(vmap(f))],
+    ids=["eager", "jit", "vmap", "jit-vmap"],
+)
 def test_written_arguments(name: str, wrap: Any) -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         out = WRITES[name](x, y)
@@ -329,7 +352,9 @@ def test_written_arguments(name: str, wrap: Any) -> None:
     shape = (2, 3, 4) if lanes else (3, 4)
     mine = torch.randn(shape), torch.randn(shape)
     theirs = fresh(mine)
-    expected = torch.stack([fn(a, b) for a, b in zip(*theirs, strict=True)]) if lanes else fn(*theirs)
+    expected = (
+        torch.stack([fn(a, b) for a, b in zip(*theirs, strict=True)]) if lanes else fn(*theirs)
+    )
     same(wrap(fn)(*mine), expected)
     same(mine, theirs)
 
@@ -339,7 +364,11 @@ def test_written_arguments_of_any_layout(layout: str) -> None:
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(1)
         base = torch.randn(6, 8)
-        return base, {"transposed": base.t(), "sliced": base[1::2, ::3], "expanded base": base.view(-1)[4:28].view(4, 6)}[layout]
+        return base, {
+            "transposed": base.t(),
+            "sliced": base[1::2, ::3],
+            "expanded base": base.view(-1)[4:28].view(4, 6),
+        }[layout]
 
     for wrap in (functionalize, jit):
         base, x = make()
@@ -350,16 +379,29 @@ def test_written_arguments_of_any_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["vmap", "functionalize", "jit", "jit(vmap)"])
-@pytest.mark.parametrize("change", ["unsqueeze_(0)", "transpose_(0, 1)", "mul_(2).t_()", "t_().mul_(2)"])
+@pytest.mark.parametrize(
+    "change", ["unsqueeze_(0)", "transpose_(0, 1)", "mul_(2).t_()", "t_().mul_(2)"]
+)
 def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
-    """The results and what is written are PyTorch's; the argument itself keeps its shape, except where PyTorch runs the call."""
+    """The results and what is written are PyTorch's; the argument itself keeps its shape, except
+    where PyTorch runs the call.
+    """
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         eval(f"x.{change}", {"x": x})
         return x * 3
 
-    ways = {"vmap": vmap, "functionalize": functionalize, "jit": jit, "jit(vmap)": lambda f: jit(vmap(f))}
-    mine = torch.arange(12.0).reshape(3, 4) if way in ("jit", "functionalize") else torch.arange(60.0).reshape(5, 3, 4)
+    ways = {
+        "vmap": vmap,
+        "functionalize": functionalize,
+        "jit": jit,
+        "jit(vmap)": lambda f: jit(vmap(f)),
+    }
+    mine = (
+        torch.arange(12.0).reshape(3, 4)
+        if way in ("jit", "functionalize")
+        else torch.arange(60.0).reshape(5, 3, 4)
+    )
     theirs = mine.clone()
     want = fn(theirs) if theirs.dim() == 2 else torch.stack([fn(x.clone()) for x in theirs])
     same(ways[way](fn)(mine), want)
@@ -372,13 +414,18 @@ def test_arguments_whose_shape_changes_in_place(change: str, way: str) -> None:
         assert torch.equal(mine, 2 * torch.arange(float(mine.numel())).reshape(mine.shape))
 
 
-RESIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # x [3, 4]; resize_ keeps elements at their places in memory
-    "in order": lambda x: (x * 2).resize_(2, 3), "transposed": lambda x: (x.T * 2).resize_(5),
-    "of a clone": lambda x: x.T.clone().resize_(2, 4), "of dimensions of size 1": lambda x: (x[:, None].transpose(0, 2) * 2).resize_(3, 2),
-    "channels last": lambda x: (x.view(1, 3, 2, 2).to(memory_format=torch.channels_last) * 2).resize_(12),
+# x [3, 4]; resize_ keeps elements at their places in memory
+RESIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in order": lambda x: (x * 2).resize_(2, 3),
+    "transposed": lambda x: (x.T * 2).resize_(5),
+    "of a clone": lambda x: x.T.clone().resize_(2, 4),
+    "of dimensions of size 1": lambda x: (x[:, None].transpose(0, 2) * 2).resize_(3, 2),
+    "channels last": lambda x: (
+        x.view(1, 3, 2, 2).to(memory_format=torch.channels_last) * 2
+    ).resize_(12),
     "written to afterwards": lambda x: (x.T * 2).resize_(2, 2).add_(1),
     "resize_as_": lambda x: (x.T * 2).resize_as_(x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", RESIZED)
@@ -392,7 +439,9 @@ def test_resize_of_any_layout(case: str, compiled: bool) -> None:
         same(jit(vmap(f))(lanes), torch.stack([f(x), f(x + 1)]))
         return
     for _ in range(2):  # torch.func counts the places through the memory of all lanes
-        with pytest.raises(RuntimeError, match=r"required rank 4|inside vmap, where PyTorch gives wrong numbers"):
+        with pytest.raises(
+            RuntimeError, match=r"required rank 4|inside vmap, where PyTorch gives wrong numbers"
+        ):
             vmap(f)(lanes)
     for T in (torch.func, torchfunc_jax):
         with pytest.raises(RuntimeError, match="cannot resize variables that require grad"):
@@ -475,14 +524,20 @@ def test_any_sequence_of_views_and_writes(steps: list[str]) -> None:
 
 DETACHED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a result": lambda T, x: T.grad(lambda x: (x.sin().detach_() * x).sum())(x),
-    "the function torch.detach_": lambda T, x: T.grad(lambda x: (torch.detach_(x.sin()) * x).sum())(x),
+    "the function torch.detach_": lambda T, x: T.grad(lambda x: (torch.detach_(x.sin()) * x).sum())(
+        x
+    ),
     "then written to": lambda T, x: T.grad(lambda x: (x.sin().detach_().mul_(2) * x).sum())(x),
     "written to by its other name": lambda T, x: T.grad(_two_names)(x),
     "inside grad of grad, at the inner level alone": lambda T, x: T.grad(
         lambda x: T.grad(lambda y: (y.sin().detach_() * y * x).sum())(x).sum()
     )(x),
-    "inside jvp, which has no such thing": lambda T, x: T.jvp(lambda x: x.sin().detach_() * x, (x,), (x,))[1],
-    "inside jvp of grad": lambda T, x: T.jvp(T.grad(lambda x: (x.sin().detach_() * x).sum()), (x,), (x,))[1],
+    "inside jvp, which has no such thing": lambda T, x: T.jvp(
+        lambda x: x.sin().detach_() * x, (x,), (x,)
+    )[1],
+    "inside jvp of grad": lambda T, x: T.jvp(
+        T.grad(lambda x: (x.sin().detach_() * x).sum()), (x,), (x,)
+    )[1],
 }
 
 
@@ -495,7 +550,9 @@ def _two_names(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DETACHED)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_detach_in_place_stops_the_gradient_where_torch_func_does(name: str, compiled: bool) -> None:
+def test_detach_in_place_stops_the_gradient_where_torch_func_does(
+    name: str, compiled: bool
+) -> None:
     x = torch.randn(3, dtype=torch.float64)
     run = lambda x: DETACHED[name](torchfunc_jax, x)
     same((jit(run) if compiled else run)(x), DETACHED[name](torch.func, x))
@@ -503,7 +560,8 @@ def test_detach_in_place_stops_the_gradient_where_torch_func_does(name: str, com
 
 def test_detach_in_place_inside_vmap() -> None:
     x = torch.randn(3, dtype=torch.float64)
-    same(vmap(grad(lambda x: x.sin().detach_() * x))(x), x.sin())  # torch.func cannot: what vmap holds is a view
+    # torch.func cannot: what vmap holds is a view
+    same(vmap(grad(lambda x: x.sin().detach_() * x))(x), x.sin())
 
 
 OVERLAPPING: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -527,7 +585,9 @@ OVERLAPPING: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "jit(vmap)", "grad"])
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_writes_to_part_of_a_view_in_which_elements_are_several(case: str, way: str) -> None:
-    """The elements that are not written to stand for the same memory, and must not bring its old value back."""
+    """The elements that are not written to stand for the same memory, and must not bring its old
+    value back.
+    """
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x * 1
@@ -547,12 +607,16 @@ def test_writes_to_part_of_a_view_in_which_elements_are_several(case: str, way: 
             same((jit if way == "jit" else functionalize)(fn)(x), fn(x))
 
 
-#: A fill of a view that overlaps itself, and a fill of the same memory that does not; PyTorch has no derivative of the first.
+#: A fill of a view that overlaps itself, and a fill of the same memory that does not; PyTorch has
+#: no derivative of the first.
 FILLED: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Any]]] = {
     "fill_": (lambda y: y.expand(2, 3).fill_(9.0), lambda y: y.fill_(9.0)),
     "zero_ of a part": (lambda y: y[1:, None].expand(2, 4)[:, 1:].zero_(), lambda y: y[1:].zero_()),
     "fill_ with a tensor": (lambda y: y.expand(2, 3).fill_(y.sum()), lambda y: y.fill_(y.sum())),
-    "a number as item": (lambda y: y.expand(2, 3).__setitem__(slice(None), 9.0), lambda y: y.fill_(9.0)),
+    "a number as item": (
+        lambda y: y.expand(2, 3).__setitem__(slice(None), 9.0),
+        lambda y: y.fill_(9.0),
+    ),
 }
 
 
@@ -568,7 +632,10 @@ def test_fills_of_views_in_which_elements_are_several(case: str, way: str) -> No
     if way == "grad":
         same(grad(lambda x: fn(x).sum())(x), torch.func.grad(lambda x: fn(x, 1).sum())(x))
     elif "vmap" in way:
-        same((jit(vmap(fn)) if "jit" in way else vmap(fn))(torch.stack([x, x + 1])), torch.stack([fn(x, 1), fn(x + 1, 1)]))
+        same(
+            (jit(vmap(fn)) if "jit" in way else vmap(fn))(torch.stack([x, x + 1])),
+            torch.stack([fn(x, 1), fn(x + 1, 1)]),
+        )
     else:
         same((jit if way == "jit" else functionalize)(fn)(x), fn(x, 1))
 
@@ -594,7 +661,17 @@ AT_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.thin(8)
 @pytest.mark.parametrize(
-    "way", ["argument", "captured", "jit, argument", "jit, captured", "jit, computed", "vmap", "jit(vmap)", "jit(grad)"]
+    "way",
+    [
+        "argument",
+        "captured",
+        "jit, argument",
+        "jit, captured",
+        "jit, computed",
+        "vmap",
+        "jit(vmap)",
+        "jit(grad)",
+    ],
 )
 @pytest.mark.parametrize("case", AT_PLACE)
 def test_an_integer_tensor_as_index(case: str, way: str) -> None:
@@ -608,9 +685,13 @@ def test_an_integer_tensor_as_index(case: str, way: str) -> None:
 
     x, place = torch.arange(24.0).reshape(2, 3, 4) + 1, torch.tensor(0)
     ways: dict[str, Callable[..., Any]] = {
-        "argument": functionalize(fn), "captured": functionalize(lambda x, i: fn(x, place)), "jit, argument": jit(fn),
-        "jit, captured": jit(lambda x, i: fn(x, place)), "jit, computed": jit(lambda x, i: fn(x, i * 1)),
-        "vmap": lambda x, i: vmap(fn, (0, None))(x[None], i)[0], "jit(vmap)": lambda x, i: jit(vmap(fn, (0, None)))(x[None], i)[0],
+        "argument": functionalize(fn),
+        "captured": functionalize(lambda x, i: fn(x, place)),
+        "jit, argument": jit(fn),
+        "jit, captured": jit(lambda x, i: fn(x, place)),
+        "jit, computed": jit(lambda x, i: fn(x, i * 1)),
+        "vmap": lambda x, i: vmap(fn, (0, None))(x[None], i)[0],
+        "jit(vmap)": lambda x, i: jit(vmap(fn, (0, None)))(x[None], i)[0],
         "jit(grad)": jit(grad(lambda x, i: (fn(x, i) ** 2).sum())),
     }
     for dtype in (torch.int64, torch.int32):
@@ -629,7 +710,11 @@ def test_a_captured_integer_as_index_of_a_captured_tensor(compiled: bool) -> Non
     table, place = torch.arange(12.0).reshape(3, 4), torch.tensor(0)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        rows = table[place] + table.select(1, place)[0] + table.narrow(0, place, 1)[0] * table[:, place, None][0]
+        rows = (
+            table[place]
+            + table.select(1, place)[0]
+            + table.narrow(0, place, 1)[0] * table[:, place, None][0]
+        )
         return x * (rows + table[place, [0, 1, 2, 3]]) * torch.nn.functional.one_hot(place, 4)
 
     run = jit(fn) if compiled else functionalize(fn)
@@ -660,7 +745,10 @@ def test_a_mapped_integer_as_index_of_what_is_written(compiled: bool) -> None:
     y, places = torch.arange(12.0).reshape(2, 2, 3), torch.tensor([1, -2])
     mapped = jit(vmap(fn)) if compiled else vmap(fn)
     same(mapped(y, places), torch.func.vmap(fn)(y, places))
-    for f, words in ((fn, "index 7 is out of bounds for dimension 0 with size 2"), (lambda y, i: y[0][i], "out of")):
+    for f, words in (
+        (fn, "index 7 is out of bounds for dimension 0 with size 2"),
+        (lambda y, i: y[0][i], "out of"),
+    ):
         with pytest.raises(IndexError, match=words):
             (jit(f) if compiled else functionalize(f))(y[0], torch.tensor(7))
 
@@ -670,12 +758,18 @@ MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
     "unsafe_split": lambda y: torch.unsafe_split(y, 1, 1)[2].mul_(3),
     "unsafe_split_with_sizes": lambda y: y.unsafe_split_with_sizes([1, 3], 1)[1].mul_(3),
     "a list that has a tensor twice": lambda y: torch._foreach_mul_([y, y], 2),
-    "a list that has a tensor twice, and numbers": lambda y: torch._foreach_add_([y, y], [2.0, 3.0]),
+    "a list that has a tensor twice, and numbers": lambda y: torch._foreach_add_(
+        [y, y], [2.0, 3.0]
+    ),
     "a list of a tensor and a part of it": lambda y: torch._foreach_neg_([y, y[:1]]),
     "a list that reads what it wrote": lambda y: torch._foreach_copy_([y[0], y[1]], [y[1], y[0]]),
-    "a list that reads what it wrote, thrice": lambda y: torch._foreach_addcmul_([y[0], y[1]], [y[1], y[0]], [y[2], y[0]], [2.0, 3.0]),
+    "a list that reads what it wrote, thrice": lambda y: torch._foreach_addcmul_(
+        [y[0], y[1]], [y[1], y[0]], [y[2], y[0]], [2.0, 3.0]
+    ),
     "complex numbers of real ones": lambda y: y.view(torch.complex128)[..., 0].fill_(1 + 2j),
-    "real numbers of complex ones": lambda y: y.view(torch.complex64).view(torch.float32)[..., 1:].fill_(9.0),
+    "real numbers of complex ones": lambda y: (
+        y.view(torch.complex64).view(torch.float32)[..., 1:].fill_(9.0)
+    ),
     "bits of numbers": lambda y: y.view(torch.int32)[1].bitwise_and_(0x7FF00000),
     "fill_diagonal_": lambda y: y.fill_diagonal_(7.0),
     "fill_diagonal_ of a tall one": lambda y: y[:, 2:].fill_diagonal_(7.0, wrap=True),
@@ -686,24 +780,31 @@ MEMORY: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("way", ["functionalize", "jit", "vmap", "vmap over the last dimension", "jit(vmap)", "grad"])
+@pytest.mark.parametrize(
+    "way", ["functionalize", "jit", "vmap", "vmap over the last dimension", "jit(vmap)", "grad"]
+)
 @pytest.mark.parametrize("case", MEMORY)
 def test_writes_to_memory_that_several_tensors_share(case: str, way: str) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
-        y = (x * 1).contiguous()  # the lanes of x need not be, and only contiguous numbers have a view of another width
+        # the lanes of x need not be, and only contiguous numbers have a view of another width
+        y = (x * 1).contiguous()
         MEMORY[case](y)
         return y * 1
 
     for x in (torch.arange(12.0).reshape(3, 4) + 1, torch.arange(12.0).reshape(3, 4).flip(0) / 2):
         if way == "grad":
             leaf = x.clone().requires_grad_()
-            if "unsafe" not in case and "list" not in case:  # PyTorch's autograd does not know that these share memory
+            # PyTorch's autograd does not know that these share memory
+            if "unsafe" not in case and "list" not in case:
                 (fn(leaf) ** 2).sum().backward()
                 same(grad(lambda x: (fn(x) ** 2).sum())(x), leaf.grad)
         elif "vmap" in way:
             dim = -1 if "last" in way else 0
             mapped = vmap(fn, in_dims=dim)
-            same((jit(mapped) if "jit" in way else mapped)(torch.stack([x, x + 1], dim)), torch.stack([fn(x), fn(x + 1)]))
+            same(
+                (jit(mapped) if "jit" in way else mapped)(torch.stack([x, x + 1], dim)),
+                torch.stack([fn(x), fn(x + 1)]),
+            )
         else:
             same((jit if way == "jit" else functionalize)(fn)(x), fn(x))
 
@@ -713,17 +814,24 @@ def test_as_strided_of_a_place_that_only_the_program_knows() -> None:
     x, place = torch.arange(12.0).reshape(3, 4), torch.tensor(1)
     same(jit(fn)(x, place), fn(x, place))  # it calls the function itself
     same(jit(vmap(fn, (0, None)))(x[None], place), fn(x, place)[None])
-    same(vmap(fn, (0, None))(x[None], place), torch.func.vmap(fn, (0, None))(x[None], place))  # PyTorch runs it
+    # PyTorch runs it
+    same(vmap(fn, (0, None))(x[None], place), torch.func.vmap(fn, (0, None))(x[None], place))
 
 
 class _Held(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.t, self.weight = torch.ones(3), torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.t, self.weight = (
+            torch.ones(3),
+            torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False),
+        )
 
     def values(self) -> dict[str, Any]:
         found = {"t": self.t, "weight": self.weight, "grad": self.weight.grad}
-        return {name: (type(x), x.clone()) if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+        return {
+            name: (type(x), x.clone()) if isinstance(x, torch.Tensor) else x
+            for name, x in found.items()
+        }
 
 
 #: Give a tensor from outside other memory; torch.func's vmap does all of it.
@@ -734,7 +842,9 @@ GIVEN_MEMORY: dict[str, Callable[[_Held], Any]] = {
     "set_": lambda m: m.t.set_(torch.zeros(3)),
     "grad": lambda m: setattr(m.weight, "grad", torch.ones(3)),
     "another dtype": lambda m: m.double(),
-    "a new parameter": lambda m: setattr(m, "weight", torch.nn.Parameter(torch.zeros(3), requires_grad=False)),
+    "a new parameter": lambda m: setattr(
+        m, "weight", torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    ),
     "load_state_dict": lambda m: m.load_state_dict({"weight": torch.zeros(3)}, assign=True),
 }
 
@@ -753,11 +863,15 @@ def test_a_tensor_from_outside_gets_other_memory(case: str, compiled: bool) -> N
         run = transform(f)
         return [(run(x), held.values()) for _ in range(2)]
 
-    same(through(lambda f: jit(vmap(f)) if compiled else vmap(f), _Held()), through(torch.func.vmap, _Held()))
+    same(
+        through(lambda f: jit(vmap(f)) if compiled else vmap(f), _Held()),
+        through(torch.func.vmap, _Held()),
+    )
     if compiled:
         same(through(jit, _Held()), through(lambda f: f, _Held()))
         return
-    if case in ("a new parameter", "load_state_dict"):  # the module gets another tensor, and none gets other memory
+    # the module gets another tensor, and none gets other memory
+    if case in ("a new parameter", "load_state_dict"):
         differentiated = lambda T: through(lambda f: T.grad(lambda x: f(x).sum()), _Held())
         same(differentiated(torchfunc_jax), differentiated(torch.func))
     held = _Held()
@@ -765,12 +879,17 @@ def test_a_tensor_from_outside_gets_other_memory(case: str, compiled: bool) -> N
     loss = lambda x: (GIVEN_MEMORY[case](held), x * held.t)[1].sum()
     if case == "set_":
         for T in (torch.func, torchfunc_jax):
-            with pytest.raises(RuntimeError, match=r"aten::set_\.source_Tensor\) that would mutate a captured Tensor"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"aten::set_\.source_Tensor\) that would mutate a captured Tensor",
+            ):
                 T.grad(loss)(x)
             same(held.values(), before)
     # after torch.func's grad, whoever reads the data of the others may end the process
     run = jit(grad(loss)) if case in ("a new parameter", "load_state_dict", "set_") else grad(loss)
-    with pytest.raises(RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad"):
+    with pytest.raises(
+        RuntimeError, match=r"get other memory inside it.*copy_ under torch\.no_grad"
+    ):
         run(x)
     same(held.values(), before)
 
@@ -789,7 +908,9 @@ def test_a_tensor_from_outside_is_swapped_for_one_of_a_transform_as_in_torch_fun
         same(swapped(torchfunc_jax, transform), swapped(torch.func, transform))
     t = torch.ones(3)
     with pytest.raises(RuntimeError, match="swap_tensors: a tensor from outside"):
-        jit(grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1]))(torch.ones(3))
+        jit(grad(lambda x: (torch.utils.swap_tensors(t, torch.zeros(3)), (x * t).sum())[1]))(
+            torch.ones(3)
+        )
     same(t, torch.ones(3))
 
 
@@ -805,13 +926,19 @@ def test_data_of_another_shape() -> None:
     derivative = lambda T: T.grad(lambda x: f(x).sum())(x[0])
     same(jit(lambda: derivative(torchfunc_jax))(), torch.full((3,), 2.0))
     for T in (torchfunc_jax, torch.func):
-        with pytest.raises(RuntimeError, match=r"mutating directly with `\.data` inside functorch transform"):
+        with pytest.raises(
+            RuntimeError, match=r"mutating directly with `\.data` inside functorch transform"
+        ):
             derivative(T)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.add_, lambda a, b: a.fill_(2.0)])
-def test_the_error_names_the_operator_that_wrote_in_a_vmap_inside(write: Any, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    "write", [torch.Tensor.copy_, torch.Tensor.add_, lambda a, b: a.fill_(2.0)]
+)
+def test_the_error_names_the_operator_that_wrote_in_a_vmap_inside(
+    write: Any, compiled: bool
+) -> None:
     captured = torch.ones(3)
     words = []
     for T in (torchfunc_jax, torch.func):

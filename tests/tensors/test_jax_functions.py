@@ -1,4 +1,7 @@
-"""JAX functions in torch: derivatives, maps, jit and records against the same functions written in torch; dtypes, arguments, errors."""
+"""JAX functions in torch: derivatives, maps, jit and records against the same functions written in
+torch; dtypes, arguments, errors.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -22,10 +25,12 @@ import torchfunc_jax
 Function = Callable[..., Any]
 
 
-# -- derivatives and maps ----------------------------------------------------------------------------------------------------------
+# -- derivatives and maps --------------------------------------------------------------------------
 @jax.custom_vjp
 def cube(x: jax.Array) -> jax.Array:
-    """x ** 3; its backward is a rule with a constant of numpy's, which would be float64 if 64-bit types were enabled."""
+    """x ** 3; its backward is a rule with a constant of numpy's, which would be float64 if 64-bit
+    types were enabled.
+    """
     return x**3
 
 
@@ -37,7 +42,9 @@ def square(x: jax.Array) -> jax.Array:
     return x**2
 
 
-square.defjvp(lambda primals, tangents: (square(primals[0]), np.sqrt(4.0) * primals[0] * tangents[0]))
+square.defjvp(
+    lambda primals, tangents: (square(primals[0]), np.sqrt(4.0) * primals[0] * tangents[0])
+)
 
 
 def _doubled(ref: Any, out: Any) -> None:
@@ -47,7 +54,14 @@ def _doubled(ref: Any, out: Any) -> None:
 def _kernel(x: jax.Array) -> jax.Array:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     block = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
-    return pl.pallas_call(_doubled, out_shape=shape, grid=x.shape[:1], in_specs=[block], out_specs=block, interpret=True)(x)
+    return pl.pallas_call(
+        _doubled,
+        out_shape=shape,
+        grid=x.shape[:1],
+        in_specs=[block],
+        out_specs=block,
+        interpret=True,
+    )(x)
 
 
 @jax.custom_vjp
@@ -71,11 +85,25 @@ def _looped(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-X, Y = torch.linspace(-1, 2, 6, dtype=torch.float64).reshape(2, 3), torch.linspace(0.5, 1, 3, dtype=torch.float64)
-#: By a name: a function in JAX, the same in torch, its arguments, and whether it has a forward mode.
+X, Y = (
+    torch.linspace(-1, 2, 6, dtype=torch.float64).reshape(2, 3),
+    torch.linspace(0.5, 1, 3, dtype=torch.float64),
+)
+#: By a name: a function in JAX, the same in torch, its arguments, and whether it has a forward
+#: mode.
 CASES: dict[str, tuple[Function, Function, tuple[torch.Tensor, ...], bool]] = {
-    "operators": (lambda x, y: jnp.sin(x) * jnp.exp(y), lambda x, y: x.sin() * y.exp(), (X, Y), True),
-    "a matrix product": (lambda x, y: jnp.tanh(x @ x.T) * y.sum(), lambda x, y: (x @ x.T).tanh() * y.sum(), (X, Y), True),
+    "operators": (
+        lambda x, y: jnp.sin(x) * jnp.exp(y),
+        lambda x, y: x.sin() * y.exp(),
+        (X, Y),
+        True,
+    ),
+    "a matrix product": (
+        lambda x, y: jnp.tanh(x @ x.T) * y.sum(),
+        lambda x, y: (x @ x.T).tanh() * y.sum(),
+        (X, Y),
+        True,
+    ),
     "a scan": (_scanned, _looped, (X,), True),
     "a custom_vjp": (lambda x: cube(x) + x, lambda x: x**3 + x, (X,), False),
     "a custom_jvp": (lambda x: square(jnp.sin(x)), lambda x: x.sin() ** 2, (X,), True),
@@ -103,19 +131,28 @@ REVERSE: dict[str, Callable[[Any, Function, tuple[torch.Tensor, ...]], Any]] = {
     "jacrev": lambda m, f, args: m.jacrev(f)(*args),
     "vmap": lambda m, f, args: m.vmap(f, _dims(args), out_dims=1)(*_lanes(args)),
     "vmap of grad": lambda m, f, args: m.vmap(m.grad(_loss(f)), _dims(args))(*_lanes(args)),
-    "grad of vmap": lambda m, f, args: m.grad(lambda *a: m.vmap(f, _dims(args))(*a).square().sum())(*_lanes(args)),
-    "grad of grad": lambda m, f, args: m.grad(lambda *a: m.grad(_loss(f))(*a).square().sum())(*args),
+    "grad of vmap": lambda m, f, args: m.grad(lambda *a: m.vmap(f, _dims(args))(*a).square().sum())(
+        *_lanes(args)
+    ),
+    "grad of grad": lambda m, f, args: m.grad(lambda *a: m.grad(_loss(f))(*a).square().sum())(
+        *args
+    ),
 }
 FAST = {"operators", "a custom_vjp"}  # the others run with the slow tests
 WITH_FORWARD: dict[str, Callable[[Any, Function, tuple[torch.Tensor, ...]], Any]] = {
     "jvp": lambda m, f, args: m.jvp(f, args, tuple([a.cos() for a in args])),
     "jacfwd": lambda m, f, args: m.jacfwd(f)(*args),
     "hessian": lambda m, f, args: m.hessian(_loss(f))(*args),
-    "jvp of vmap": lambda m, f, args: m.jvp(lambda x: m.vmap(lambda v: f(v, *args[1:]))(x), _lanes(args)[:1], _lanes(args)[:1]),
+    "jvp of vmap": lambda m, f, args: m.jvp(
+        lambda x: m.vmap(lambda v: f(v, *args[1:]))(x), _lanes(args)[:1], _lanes(args)[:1]
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [n if n in (*FAST, "Pallas") else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in (*FAST, "Pallas") else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+)
 def test_torch_autograd(name: str) -> None:
     in_jax, in_torch, args, forward = CASES[name]
     f = bridge.from_jax(in_jax)
@@ -130,7 +167,9 @@ def test_torch_autograd(name: str) -> None:
 
 WAYS = [
     pytest.param(name, way, marks=() if name in FAST else pytest.mark.slow)
-    for name, case in CASES.items() for way in [*REVERSE, *WITH_FORWARD] if case[3] or way != "hessian"
+    for name, case in CASES.items()
+    for way in [*REVERSE, *WITH_FORWARD]
+    if case[3] or way != "hessian"
 ]
 
 
@@ -142,7 +181,9 @@ def test_transforms(name: str, way: str) -> None:
     f = bridge.from_jax(in_jax)
     if way in WITH_FORWARD and not forward:
         for space in (torch.func, torchfunc_jax):
-            with pytest.raises((TypeError, NotImplementedError), match=r"\(jvp\) to a custom_vjp|forward mode AD"):
+            with pytest.raises(
+                (TypeError, NotImplementedError), match=r"\(jvp\) to a custom_vjp|forward mode AD"
+            ):
                 run(space, f, args)
         return
     expected = run(torch.func, in_torch, args)
@@ -177,17 +218,30 @@ def test_gradients_that_autograd_maps(name: str, create_graph: bool) -> None:
     """is_grads_batched and vectorize; with create_graph, the derivative of the gradients too."""
     in_jax, in_torch, args, _ = CASES[name]
     cotangents, found = torch.stack([X.sin(), X.cos()]), []
-    for f in (bridge.from_jax(lambda *a: (in_jax(*a), 2 * a[0], a[0] > 0)), lambda *a: (in_torch(*a), 2 * a[0], a[0] > 0)):
+    for f in (
+        bridge.from_jax(lambda *a: (in_jax(*a), 2 * a[0], a[0] > 0)),
+        lambda *a: (in_torch(*a), 2 * a[0], a[0] > 0),
+    ):
         leaves = [a.clone().requires_grad_() for a in args]
         first, second, _ = f(*leaves)
         pull = functools.partial(torch.autograd.grad, retain_graph=True, create_graph=create_graph)
         both = pull((first, second), leaves, (cotangents, cotangents.exp()), is_grads_batched=True)
         one = pull(first, leaves, cotangents, is_grads_batched=True)
         again = pull(sum(t.square().sum() for t in (*both, *one)), leaves) if create_graph else ()
-        found.append((both, one, again, torch.autograd.functional.jacobian(lambda *a, f=f: f(*a)[0], args, vectorize=True)))
+        found.append(
+            (
+                both,
+                one,
+                again,
+                torch.autograd.functional.jacobian(lambda *a, f=f: f(*a)[0], args, vectorize=True),
+            )
+        )
     same(*found)
     loss = _loss(bridge.from_jax(in_jax))
-    same(torch.autograd.functional.hessian(loss, args, vectorize=True), torch.func.hessian(_loss(in_torch), tuple(range(len(args))))(*args))
+    same(
+        torch.autograd.functional.hessian(loss, args, vectorize=True),
+        torch.func.hessian(_loss(in_torch), tuple(range(len(args))))(*args),
+    )
 
 
 def test_graphs_inside_of_traces() -> None:
@@ -199,23 +253,38 @@ def test_graphs_inside_of_traces() -> None:
 
     same(torchfunc_jax.vmap(slope)(X), 3 * X**2)
     same(torchfunc_jax.jit(slope)(X), 3 * X**2)
-    same(torchfunc_jax.grad(lambda x: (x * torch.no_grad()(f)(x) + x * f(x).detach() + x * f(x.detach())).sum())(X), 3 * X**3)
+    same(
+        torchfunc_jax.grad(
+            lambda x: (x * torch.no_grad()(f)(x) + x * f(x).detach() + x * f(x.detach())).sum()
+        )(X),
+        3 * X**3,
+    )
 
 
 def test_jitted_code_goes_into_torch_graph() -> None:
-    f, weight = bridge.from_jax(lambda x, w: jnp.sin(x) * w), torch.ones(3, dtype=torch.float64, requires_grad=True)
-    for run in (torchfunc_jax.jit(lambda x: f(x, weight)), torchfunc_jax.vmap(lambda x: f(x, weight))):
+    f, weight = (
+        bridge.from_jax(lambda x, w: jnp.sin(x) * w),
+        torch.ones(3, dtype=torch.float64, requires_grad=True),
+    )
+    for run in (
+        torchfunc_jax.jit(lambda x: f(x, weight)),
+        torchfunc_jax.vmap(lambda x: f(x, weight)),
+    ):
         run(X).sum().backward()
         same(weight.grad, X.sin().sum(0))
         weight.grad = None
 
 
 def test_records(caplog: pytest.LogCaptureFixture) -> None:
-    """Un-jitted code with a JAX function in it is one program, which other numbers and lanes use too."""
+    """Un-jitted code with a JAX function in it is one program, which other numbers and lanes use
+    too.
+    """
     f, traces = bridge.from_jax(lambda x, s: traces.append(s) or jnp.sin(x) * s), []  # type: ignore[func-returns-value]
     with caplog.at_level(logging.INFO, "torchfunc_jax"):
         for s in (1.0, 2.0, 3.0):
-            found = torchfunc_jax.vmap(torchfunc_jax.grad(lambda x, s=s: f(x, s).sum() + x.sum()))(X)
+            found = torchfunc_jax.vmap(torchfunc_jax.grad(lambda x, s=s: f(x, s).sum() + x.sum()))(
+                X
+            )
             same(found, X.cos() * s + 1)
     assert not caplog.records and len(traces) == 1
     with caplog.at_level(logging.INFO, "torchfunc_jax"):
@@ -225,11 +294,19 @@ def test_records(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_checkpoints(jit: bool) -> None:
-    """A checkpoint counts what is saved when it runs again; a program that is made meanwhile saves nothing in it."""
-    f, weight = bridge.from_jax(lambda x, w: jnp.sin(x) @ w), torch.eye(3, dtype=torch.float64, requires_grad=True)
+    """A checkpoint counts what is saved when it runs again; a program that is made meanwhile saves
+    nothing in it.
+    """
+    f, weight = (
+        bridge.from_jax(lambda x, w: jnp.sin(x) @ w),
+        torch.eye(3, dtype=torch.float64, requires_grad=True),
+    )
     run, leaf = torchfunc_jax.jit(f) if jit else f, X.clone().requires_grad_()
     for _ in range(2):
-        out, expected = torch.utils.checkpoint.checkpoint(run, leaf * 2, weight, use_reentrant=False), (leaf * 2).sin() @ weight
+        out, expected = (
+            torch.utils.checkpoint.checkpoint(run, leaf * 2, weight, use_reentrant=False),
+            (leaf * 2).sin() @ weight,
+        )
         same(*[torch.autograd.grad(y.square().sum(), (leaf, weight)) for y in (out, expected)])
 
 
@@ -251,23 +328,39 @@ def test_complex() -> None:
         same(space.grad(lambda z: f(z).real.sum())(z), expected)
 
 
-# -- dtypes and devices ------------------------------------------------------------------------------------------------------------
+# -- dtypes and devices ----------------------------------------------------------------------------
 scaled = bridge.from_jax(lambda x, s: x * np.sqrt(4.0) + s)
 
 
-@pytest.mark.parametrize(("dtype", "number", "expected"), [
-    (torch.float32, 1.0, torch.float32), (torch.float64, 1.0, torch.float64), (torch.bfloat16, 1, torch.float32),
-    (torch.float16, 1.0, torch.float32), (torch.int32, 1, torch.float32), (torch.int64, 1, torch.float32),
-    (torch.bool, 1.0, torch.float32), (torch.complex64, 1.0, torch.complex64), (torch.complex128, 1.0, torch.complex128),
-    (torch.float32, 1j, torch.complex64),
-])  # fmt: skip
-@pytest.mark.parametrize("way", ["plain", "jit", pytest.param("vmap", marks=pytest.mark.slow), "operators", "torch"])
-def test_dtypes_are_those_of_jax(dtype: torch.dtype, number: complex, expected: torch.dtype, way: str) -> None:
-    """The constant of numpy's makes it float64 only if 64-bit types are enabled, and numbers are weakly typed, inside of a trace too."""
+@pytest.mark.parametrize(
+    ("dtype", "number", "expected"),
+    [
+        (torch.float32, 1.0, torch.float32),
+        (torch.float64, 1.0, torch.float64),
+        (torch.bfloat16, 1, torch.float32),
+        (torch.float16, 1.0, torch.float32),
+        (torch.int32, 1, torch.float32),
+        (torch.int64, 1, torch.float32),
+        (torch.bool, 1.0, torch.float32),
+        (torch.complex64, 1.0, torch.complex64),
+        (torch.complex128, 1.0, torch.complex128),
+        (torch.float32, 1j, torch.complex64),
+    ],
+)
+@pytest.mark.parametrize(
+    "way", ["plain", "jit", pytest.param("vmap", marks=pytest.mark.slow), "operators", "torch"]
+)
+def test_dtypes_are_those_of_jax(
+    dtype: torch.dtype, number: complex, expected: torch.dtype, way: str
+) -> None:
+    """The constant of numpy's makes it float64 only if 64-bit types are enabled, and numbers are
+    weakly typed, inside of a trace too.
+    """
     x = torch.tensor([0, 1, 2]).to(dtype)
     run: Function = lambda x: scaled(x, number)
     if way == "operators":
-        run = torchfunc_jax.vmap(lambda x: scaled(x.requires_grad_(x.is_floating_point()), number))  # requires_grad_ is not recorded
+        # requires_grad_ is not recorded
+        run = torchfunc_jax.vmap(lambda x: scaled(x.requires_grad_(x.is_floating_point()), number))
     elif way == "torch":
         run = torch.func.vmap(run)
     elif way != "plain":
@@ -286,19 +379,27 @@ def test_64_bits_on_request(wide: bool) -> None:
     if wide:
         assert f(torch.arange(1), 2**40).item() == 2**40
     else:
-        with pytest.raises(OverflowError, match=r"integers of 32 bits, got 1099511627776; from_jax\(..., enable_x64=True\)"):
+        with pytest.raises(
+            OverflowError,
+            match=r"integers of 32 bits, got 1099511627776; from_jax\(..., enable_x64=True\)",
+        ):
             f(torch.arange(1), 2**40)
 
 
 @pytest.mark.parametrize("f", [cube, square], ids=["custom_vjp", "custom_jvp"])
 def test_rules_keep_the_types_of_their_function(f: Function) -> None:
-    """A rule that runs when the trace is over gets the same 64-bit setting as the function; otherwise JAX refuses its float64 result."""
+    """A rule that runs when the trace is over gets the same 64-bit setting as the function;
+    otherwise JAX refuses its float64 result.
+    """
     x, run = torch.tensor([1.0, 2.0]), bridge.from_jax(f)
     expected = torch.func.vmap(torch.func.grad(lambda x: x**3 if f is cube else x**2))(x)
     leaf = x.clone().requires_grad_()
     run(leaf).sum().backward()
     same(leaf.grad, expected)
-    for way in (torchfunc_jax.vmap(torchfunc_jax.grad(run)), torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(run)))):
+    for way in (
+        torchfunc_jax.vmap(torchfunc_jax.grad(run)),
+        torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(run))),
+    ):
         same(way(x), expected)
     same(torch.func.vmap(torch.func.grad(run))(x), expected)
     (slope,) = torch.autograd.grad(run(leaf).sum(), leaf, create_graph=True)
@@ -307,26 +408,40 @@ def test_rules_keep_the_types_of_their_function(f: Function) -> None:
 
 
 def test_meta() -> None:
-    f, x = bridge.from_jax(lambda x, y: (x @ y, jnp.argmax(x))), torch.ones(2, 3, device="meta", requires_grad=True)
+    f, x = (
+        bridge.from_jax(lambda x, y: (x @ y, jnp.argmax(x))),
+        torch.ones(2, 3, device="meta", requires_grad=True),
+    )
     out, place = f(x, torch.ones(3, 4, device="meta"))
     assert out.shape == (2, 4) and out.is_meta and not place.requires_grad
     assert torch.autograd.grad(out.sum(), x)[0].shape == (2, 3)
 
 
-# -- arguments and outputs ---------------------------------------------------------------------------------------------------------
+# -- arguments and outputs -------------------------------------------------------------------------
 def test_trees() -> None:
-    f = bridge.from_jax(lambda tree, *, scale: {"b": (tree["x"] * scale, None), "a": [tree["none"], 3]})
+    f = bridge.from_jax(
+        lambda tree, *, scale: {"b": (tree["x"] * scale, None), "a": [tree["none"], 3]}
+    )
     for run in (f, torchfunc_jax.jit(f), torchfunc_jax.functionalize(f)):
         out = run({"x": X, "none": None}, scale=2.0)
-        assert list(out) == ["b", "a"] and out["b"][1] is None and out["a"][0] is None and int(out["a"][1]) == 3
+        assert (
+            list(out) == ["b", "a"]
+            and out["b"][1] is None
+            and out["a"][0] is None
+            and int(out["a"][1]) == 3
+        )
         same(out["b"][0], 2 * X)
 
 
 def test_static_arguments() -> None:
-    f = bridge.from_jax(lambda x, mode, n=1, *, flag=False: getattr(jnp, mode)(x)[:n] if flag else x, static_argnums=(1, -1),
-                        static_argnames=("flag",))  # fmt: skip
+    f = bridge.from_jax(
+        lambda x, mode, n=1, *, flag=False: getattr(jnp, mode)(x)[:n] if flag else x,
+        static_argnums=(1, -1),
+        static_argnames=("flag",),
+    )
     for found in (
-        f(X, "sin", 1, flag=True), torchfunc_jax.functionalize(lambda x: f(x, mode="sin", n=1, flag=True))(X),
+        f(X, "sin", 1, flag=True),
+        torchfunc_jax.functionalize(lambda x: f(x, mode="sin", n=1, flag=True))(X),
         torchfunc_jax.jit(f, static_argnums=(1,))(X, "sin", flag=True),
     ):
         same(found, X.sin()[:1])
@@ -354,13 +469,23 @@ def test_numbers_of_a_jitted_function() -> None:
 
 
 def test_keys_come_from_the_generator_of_torch() -> None:
-    f = bridge.from_jax(lambda x, on, key: x * jax.random.bernoulli(key, 0.5, x.shape) if on else x, rng="key", static_argnames="on")
+    f = bridge.from_jax(
+        lambda x, on, key: x * jax.random.bernoulli(key, 0.5, x.shape) if on else x,
+        rng="key",
+        static_argnames="on",
+    )
     x = torch.ones(64)
-    for run in (lambda x: f(x, True), torchfunc_jax.jit(lambda x: f(x, True)), torchfunc_jax.functionalize(lambda x: f(x, True))):
+    for run in (
+        lambda x: f(x, True),
+        torchfunc_jax.jit(lambda x: f(x, True)),
+        torchfunc_jax.functionalize(lambda x: f(x, True)),
+    ):
         torch.manual_seed(0)
         first, second = run(x), run(x)
         torch.manual_seed(0)
-        assert torch.equal(run(x), first) and not torch.equal(first, second) and 10 < first.sum() < 54
+        assert (
+            torch.equal(run(x), first) and not torch.equal(first, second) and 10 < first.sum() < 54
+        )
     before = torch.get_rng_state()
     f(x, False)
     assert torch.equal(torch.get_rng_state(), before)
@@ -400,29 +525,60 @@ def test_in_a_module() -> None:
     model = Scaled()
     params = dict(model.named_parameters())
     loss = lambda p, x: torch.func.functional_call(model, p, (x,)).sum()
-    for run in (torchfunc_jax.grad(loss), torchfunc_jax.jit(torchfunc_jax.grad(loss)), torch.func.grad(loss)):
+    for run in (
+        torchfunc_jax.grad(loss),
+        torchfunc_jax.jit(torchfunc_jax.grad(loss)),
+        torch.func.grad(loss),
+    ):
         same(run(params, X)["weight"].detach(), X.sum(0))
     same(torchfunc_jax.jit(model)(X), 2 * X)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 plus = bridge.from_jax(lambda x, y=0: x + y)
 REFUSED: dict[str, tuple[Function, type[Exception], str]] = {
-    "no function": (lambda: bridge.from_jax(3), TypeError, "fn: expected a function of jax.Arrays, got <class 'int'>"),  # type: ignore[arg-type]
+    "no function": (
+        lambda: bridge.from_jax(3),
+        TypeError,
+        "fn: expected a function of jax.Arrays, got <class 'int'>",
+    ),  # type: ignore[arg-type]
     "no such name": (
-        lambda: bridge.from_jax(lambda x: x, static_argnames="mode"), TypeError,
+        lambda: bridge.from_jax(lambda x: x, static_argnames="mode"),
+        TypeError,
         r"static_argnames: expected names of fn's arguments \(x\), got 'mode'",
     ),
-    "a string": (lambda: plus(X, "a"), TypeError, r"args\[1\]: expected a tensor, an array, a number, .* got <class 'str'>; name the"),
-    "deep in a tree": (lambda: plus(X, y={"a": [1, object()]}), TypeError, r"kwargs\['y'\]\['a'\]\[1\]: expected a tensor"),
-    "not hashable": (
-        lambda: bridge.from_jax(lambda x, m: x, static_argnums=1)(X, [1]), TypeError, r"args\[1\]: expected a hashable value, .* 'list'",
+    "a string": (
+        lambda: plus(X, "a"),
+        TypeError,
+        r"args\[1\]: expected a tensor, an array, a number, .* got <class 'str'>; name the",
     ),
-    "an output": (lambda: bridge.from_jax(lambda x: {"a": "b"})(X), TypeError, r"fn: expected an output of arrays, .* 'str'> at \('a',\)"),
-    "a key": (lambda: plus(X, jax.random.key(0)), TypeError, r"args\[1\]: expected no JAX key beside torch tensors, .* rng="),
+    "deep in a tree": (
+        lambda: plus(X, y={"a": [1, object()]}),
+        TypeError,
+        r"kwargs\['y'\]\['a'\]\[1\]: expected a tensor",
+    ),
+    "not hashable": (
+        lambda: bridge.from_jax(lambda x, m: x, static_argnums=1)(X, [1]),
+        TypeError,
+        r"args\[1\]: expected a hashable value, .* 'list'",
+    ),
+    "an output": (
+        lambda: bridge.from_jax(lambda x: {"a": "b"})(X),
+        TypeError,
+        r"fn: expected an output of arrays, .* 'str'> at \('a',\)",
+    ),
+    "a key": (
+        lambda: plus(X, jax.random.key(0)),
+        TypeError,
+        r"args\[1\]: expected no JAX key beside torch tensors, .* rng=",
+    ),
     "sparse": (lambda: plus(X.to_sparse()), TypeError, "expected a strided tensor"),
-    "a value": (lambda: bridge.from_jax(lambda x: x if x.sum() > 0 else -x)(X), jax.errors.TracerBoolConversionError, "bool"),
-}  # fmt: skip
+    "a value": (
+        lambda: bridge.from_jax(lambda x: x if x.sum() > 0 else -x)(X),
+        jax.errors.TracerBoolConversionError,
+        "bool",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

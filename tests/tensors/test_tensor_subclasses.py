@@ -1,4 +1,7 @@
-"""Subclasses of torch.Tensor, passed and captured: torch.func's results; under jit, an error where a class has rules for its results."""
+"""Subclasses of torch.Tensor, passed and captured: torch.func's results; under jit, an error where
+a class has rules for its results.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +19,9 @@ class Plain(torch.Tensor):
 
 
 class Strict(torch.Tensor):
-    """A subclass that refuses operands of classes that it does not know, as those of torchvision do, and returns plain tensors."""
+    """A subclass that refuses operands of classes that it does not know, as those of torchvision
+    do, and returns plain tensors.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,7 +32,9 @@ class Strict(torch.Tensor):
 
 
 class Twice(torch.Tensor):
-    """A subclass whose sum is twice the sum; the results of all operators on it are of this class."""
+    """A subclass whose sum is twice the sum; the results of all operators on
+    it are of this class.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +56,9 @@ WAYS: dict[str, Callable[[Any, Callable[..., torch.Tensor], torch.Tensor, Any], 
     "vmap": lambda T, f, v, s: T.vmap(f, (0, *[None] * len(s)))(torch.stack([v, v + 1]), *s),
     "grad": lambda T, f, v, s: T.grad(lambda *a: f(*a).sum())(v, *s),
     "jvp": lambda T, f, v, s: T.jvp(lambda v: f(v, *s), (v,), (v * 2,)),
-    "vmap of grad": lambda T, f, v, s: T.vmap(T.grad(lambda *a: f(*a).sum()), (0, *[None] * len(s)))(torch.stack([v, v + 1]), *s),
+    "vmap of grad": lambda T, f, v, s: T.vmap(
+        T.grad(lambda *a: f(*a).sum()), (0, *[None] * len(s))
+    )(torch.stack([v, v + 1]), *s),
     "jacrev": lambda T, f, v, s: T.jacrev(f)(v, *s),
 }
 JITTED = {"jit of grad": "grad", "jit of vmap": "vmap"}
@@ -62,15 +71,22 @@ JITTED = {"jit of grad": "grad", "jit of vmap": "vmap"}
 def test_subclasses(way: str, kind: type[torch.Tensor], captured: bool) -> None:
     for name, function in FUNCTIONS.items():
         for call in range(2):
-            v, s = torch.tensor([0.5, -1.0, 2.0]) + call, (torch.arange(3.0) - call).as_subclass(kind)
+            v, s = (
+                torch.tensor([0.5, -1.0, 2.0]) + call,
+                (torch.arange(3.0) - call).as_subclass(kind),
+            )
             f = (lambda v, s=s, function=function: function(v, s)) if captured else function
             given = () if captured else (s,)
             expected = WAYS[JITTED.get(way, way)](torch.func, f, v, given)
             if way in JITTED:
-                found = torchfunc_jax.jit(lambda v, *s, f=f: WAYS[JITTED[way]](torchfunc_jax, f, v, s))(v, *given)
+                found = torchfunc_jax.jit(
+                    lambda v, *s, f=f: WAYS[JITTED[way]](torchfunc_jax, f, v, s)
+                )(v, *given)
             else:
                 found = WAYS[way](torchfunc_jax, f, v, given)
-            for mine, theirs in zip(*[x if isinstance(x, tuple) else (x,) for x in (found, expected)], strict=True):
+            for mine, theirs in zip(
+                *[x if isinstance(x, tuple) else (x,) for x in (found, expected)], strict=True
+            ):
                 assert type(mine) is torch.Tensor, (name, type(mine))
                 same(mine, theirs.as_subclass(torch.Tensor))
 
@@ -82,7 +98,9 @@ def test_a_class_with_rules_for_its_results(way: str) -> None:
     for name in ("product", "method", "in a list"):
         call = lambda T, name=name: WAYS[way](T, lambda v: FUNCTIONS[name](v, s), v, ())
         for _ in range(2):
-            found, expected = [x if isinstance(x, tuple) else (x,) for x in map(call, (torchfunc_jax, torch.func))]
+            found, expected = [
+                x if isinstance(x, tuple) else (x,) for x in map(call, (torchfunc_jax, torch.func))
+            ]
             for mine, theirs in zip(found, expected, strict=True):
                 assert type(mine) is type(theirs)
                 same(mine.as_subclass(torch.Tensor), theirs.as_subclass(torch.Tensor))

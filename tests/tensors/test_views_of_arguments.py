@@ -1,8 +1,11 @@
-"""Results that share memory: views of arguments and of captured tensors, and arguments that were changed in place.
+"""Results that share memory: views of arguments and of captured tensors, and arguments that were
+changed in place.
 
-The truth is torch.func, and for jit of a plain function the function itself.  Compared are whose memory a result has, where in it, with
-which strides and bits, of which tensor it is a view, and what has become of the arguments.
+The truth is torch.func, and for jit of a plain function the function itself. Compared are whose
+memory a result has, where in it, with which strides and bits, of which tensor it is a view, and
+what has become of the arguments.
 """
+
 from __future__ import annotations
 
 import resource
@@ -28,7 +31,9 @@ def _put(x: torch.Tensor) -> torch.Tensor:
     return x.index_put_((torch.tensor([0, 2]),), torch.ones(6, dtype=x.dtype))
 
 
-def _then(write: Callable[[torch.Tensor], Any], result: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def _then(
+    write: Callable[[torch.Tensor], Any], result: Callable[[torch.Tensor], Any]
+) -> Callable[[torch.Tensor], Any]:
     def program(x: torch.Tensor) -> Any:
         write(x)
         return result(x)
@@ -41,7 +46,9 @@ VIEWS: dict[str, Callable[..., Any]] = {
     "identity": lambda x, w: x,
     "view": lambda x, w: x.view(-1),
     "view to more": lambda x, w: x.view(2, 2, 6),
-    "view dtype": lambda x, w: x.view(torch.int32) if x.dtype is torch.float32 else x.view(torch.float32),
+    "view dtype": lambda x, w: (
+        x.view(torch.int32) if x.dtype is torch.float32 else x.view(torch.float32)
+    ),
     "reshape": lambda x, w: x.reshape(3, 8),
     "flatten": lambda x, w: x.flatten(),
     "unflatten": lambda x, w: x.unflatten(1, (2, 3)),
@@ -101,12 +108,15 @@ WRITES: dict[str, Callable[..., Any]] = {
     "zero_ of the transposed": lambda x, w: x.t().zero_(),
     "iadd": lambda x, w: x.__iadd__(1),
 }
-#: The ways to call a program: transforms of torch.func's or ours, the function of one lane, the argument and a tangent.
+#: The ways to call a program: transforms of torch.func's or ours, the function of one lane, the
+#: argument and a tangent.
 VMAPS: dict[str, Callable[..., Any]] = {
     "vmap": lambda F, f, x, t: F.vmap(f)(x),
     "vmap, in_dims=1, out_dims=1": lambda F, f, x, t: F.vmap(f, 1, 1)(x.transpose(0, 1)),
     "vmap, out_dims=-1": lambda F, f, x, t: F.vmap(f, out_dims=-1)(x),
-    "vmap of vmap": lambda F, f, x, t: F.vmap(F.vmap(f, 1, 1), out_dims=1)(x.view(3, 1, 4, 6).transpose(1, 2)),
+    "vmap of vmap": lambda F, f, x, t: F.vmap(F.vmap(f, 1, 1), out_dims=1)(
+        x.view(3, 1, 4, 6).transpose(1, 2)
+    ),
 }
 OTHERS: dict[str, Callable[..., Any]] = {
     "functionalize": lambda F, f, x, t: F.functionalize(f)(x[0]),
@@ -117,9 +127,13 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "jvp, expanded tangent": lambda F, f, x, t: F.jvp(f, (x[0],), (t[0, 0].expand(4, 6),)),
     "jvp, tangent that begins elsewhere": lambda F, f, x, t: F.jvp(f, (x[0],), (t[1],)),
     "jvp, tangent in larger memory": lambda F, f, x, t: F.jvp(f, (x[0].clone(),), (t[0],)),
-    "jacrev's aux": lambda F, f, x, t: F.jacrev(lambda x: (x.abs().sum(), f(x)), has_aux=True)(x[0])[1],
+    "jacrev's aux": lambda F, f, x, t: F.jacrev(lambda x: (x.abs().sum(), f(x)), has_aux=True)(
+        x[0]
+    )[1],
     "vmap of jvp": lambda F, f, x, t: F.vmap(lambda x, t: F.jvp(f, (x,), (t,)))(x, t),
-    "vmap of grad's aux": lambda F, f, x, t: F.vmap(F.grad(lambda x: (x.abs().sum(), f(x)), has_aux=True))(x)[1],
+    "vmap of grad's aux": lambda F, f, x, t: F.vmap(
+        F.grad(lambda x: (x.abs().sum(), f(x)), has_aux=True)
+    )(x)[1],
 }
 NOT_VIEWABLE = "view size is not compatible with input tensor's size and stride"
 
@@ -128,25 +142,52 @@ def _described(out: Any, given: dict[str, torch.Tensor]) -> list[Any]:
     """What of the memory of the outputs torch.func's user sees."""
     found = []
     for t in pytree.tree_leaves(out):
-        owner = next((n for n, g in given.items() if g.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()), None)
+        owner = next(
+            (
+                n
+                for n, g in given.items()
+                if g.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+            ),
+            None,
+        )
         if owner is None:
             found.append((t.shape, t.dtype))
             continue
         g = given[owner]
-        base = "itself" if t is g else None if t._base is None else t._base is g or t._base is g._base
-        found.append((
-            owner, base, t.shape, t.dtype, t.stride(), t.storage_offset(), t.data_ptr() - g.data_ptr(), t.is_conj(), t.is_neg(),
-            t.requires_grad,
-        ))  # fmt: skip
+        base = (
+            "itself" if t is g else None if t._base is None else t._base is g or t._base is g._base
+        )
+        found.append(
+            (
+                owner,
+                base,
+                t.shape,
+                t.dtype,
+                t.stride(),
+                t.storage_offset(),
+                t.data_ptr() - g.data_ptr(),
+                t.is_conj(),
+                t.is_neg(),
+                t.requires_grad,
+            )
+        )
     return found
 
 
 def _run(
-    way: Callable[..., Any], program: Callable[..., Any], F: Any, dtype: torch.dtype, jitted: bool, requires_grad: bool,
+    way: Callable[..., Any],
+    program: Callable[..., Any],
+    F: Any,
+    dtype: torch.dtype,
+    jitted: bool,
+    requires_grad: bool,
     lay: Callable[[torch.Tensor], torch.Tensor],
 ) -> Any:
     x = lay(torch.linspace(0.5, 2, 72).view(3, 4, 6).to(dtype))
-    t, w = torch.linspace(1, 3, 72).view(3, 4, 6).to(dtype), torch.linspace(0, 1, 24).view(4, 6).to(dtype)
+    t, w = (
+        torch.linspace(1, 3, 72).view(3, 4, 6).to(dtype),
+        torch.linspace(0, 1, 24).view(4, 6).to(dtype),
+    )
     x.requires_grad_(requires_grad)
 
     def call(x: torch.Tensor, t: torch.Tensor) -> Any:
@@ -156,12 +197,18 @@ def _run(
         out = (jit(call) if jitted else call)(x, t)
     except RuntimeError as error:
         return str(error)
-    values = [v.detach().resolve_conj().resolve_neg().clone() for v in [*pytree.tree_leaves(out), x, t, w]]
+    values = [
+        v.detach().resolve_conj().resolve_neg().clone() for v in [*pytree.tree_leaves(out), x, t, w]
+    ]
     return _described(out, {"x": x, "t": t, "w": w}), values
 
 
 def _agree(
-    way: Callable[..., Any], program: Callable[..., Any], jitted: bool, dtype: torch.dtype = torch.float32, requires_grad: bool = False,
+    way: Callable[..., Any],
+    program: Callable[..., Any],
+    jitted: bool,
+    dtype: torch.dtype = torch.float32,
+    requires_grad: bool = False,
     lay: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> None:
     theirs = _run(way, program, torch.func, dtype, False, requires_grad, lay)
@@ -178,7 +225,8 @@ def _agree(
 
 
 def _vmaps(name: str) -> list[Callable[..., Any]]:
-    # torch.func expands a result that is the same in each lane to a wrong shape if out_dims is not 0
+    # torch.func expands a result that is the same in each lane to a wrong shape if out_dims is not
+    # 0
     return [VMAPS["vmap"]] if "captured" in name else [*VMAPS.values()]
 
 
@@ -195,7 +243,9 @@ def test_memory_is_torch_funcs_under_vmap(name: str, jitted: bool) -> None:
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
-@pytest.mark.parametrize("name", ["real", "conj", "mH", "identity of complex", "real of the conjugate"])
+@pytest.mark.parametrize(
+    "name", ["real", "conj", "mH", "identity of complex", "real of the conjugate"]
+)
 def test_memory_of_mapped_conjugates_is_torch_funcs(name: str, jitted: bool) -> None:
     for way in VMAPS.values():
         _agree(way, COMPLEX[name], jitted, torch.complex64, lay=torch.conj)
@@ -203,8 +253,15 @@ def test_memory_of_mapped_conjugates_is_torch_funcs(name: str, jitted: bool) -> 
 
 @pytest.mark.parametrize("name", [*VIEWS, *COMPLEX, *WRITES])
 def test_memory_is_the_functions_own_under_jit(name: str) -> None:
-    for lay in (lambda x: x[1], lambda x: x.view(3, 6, 4)[1].t(), lambda x: x[1].conj(), lambda x: torch._neg_view(x[1])):
-        _agree(lambda F, f, x, t: f(x), (VIEWS | COMPLEX | WRITES)[name], True, _dtype(name), lay=lay)
+    for lay in (
+        lambda x: x[1],
+        lambda x: x.view(3, 6, 4)[1].t(),
+        lambda x: x[1].conj(),
+        lambda x: torch._neg_view(x[1]),
+    ):
+        _agree(
+            lambda F, f, x, t: f(x), (VIEWS | COMPLEX | WRITES)[name], True, _dtype(name), lay=lay
+        )
 
 
 def _slow_but(names: list[str], fast: tuple[str, ...]) -> list[Any]:
@@ -214,13 +271,20 @@ def _slow_but(names: list[str], fast: tuple[str, ...]) -> list[Any]:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("way", OTHERS)
-@pytest.mark.parametrize("name", _slow_but([*VIEWS, *WRITES], ("identity", "chain", "detach", "exp_", "view of a written")))
-def test_memory_is_torch_funcs_under_the_other_transforms(name: str, way: str, jitted: bool) -> None:
+@pytest.mark.parametrize(
+    "name",
+    _slow_but([*VIEWS, *WRITES], ("identity", "chain", "detach", "exp_", "view of a written")),
+)
+def test_memory_is_torch_funcs_under_the_other_transforms(
+    name: str, way: str, jitted: bool
+) -> None:
     _agree(OTHERS[way], (VIEWS | WRITES)[name], jitted)
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
-@pytest.mark.parametrize("name", _slow_but([*VIEWS], ("identity", "chain", "detach", "no_grad", "captured")))
+@pytest.mark.parametrize(
+    "name", _slow_but([*VIEWS], ("identity", "chain", "detach", "no_grad", "captured"))
+)
 def test_views_of_tensors_that_require_grad(name: str, jitted: bool) -> None:
     for way in [*_vmaps(name), OTHERS["functionalize"], OTHERS["grad's aux"]]:
         _agree(way, VIEWS[name], jitted, requires_grad=True)
@@ -239,19 +303,25 @@ def test_a_view_of_100_megabytes_takes_no_memory(jitted: bool) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
 
 
-#: Programs of an argument [2, 3, 4] through transforms F, each with two results that are differentiated twice.
+#: Programs of an argument [2, 3, 4] through transforms F, each with two results that are
+#: differentiated twice.
 DIFFERENTIATED: dict[str, Callable[..., Any]] = {
     "vmap": lambda F, x: F.vmap(lambda r: (r.view(-1), r.sin()))(x),
     "vmap of another": lambda F, x: F.vmap(lambda r: (r.t()[1:], (r * 2).t()))(x),
     "results that share": lambda F, x: F.vmap(lambda r: ((y := r.sin()), y.t()))(x),
     "functionalize": lambda F, x: F.functionalize(lambda x: (x.view(-1), x.sin()))(x),
-    "grad's aux": lambda F, x: F.grad(lambda x: (x.sin().sum(), x.t()[1:]) if x.dim() == 2 else (x.sin().sum(), x[1:]), has_aux=True)(x),
+    "grad's aux": lambda F, x: F.grad(
+        lambda x: (x.sin().sum(), x.t()[1:]) if x.dim() == 2 else (x.sin().sum(), x[1:]),
+        has_aux=True,
+    )(x),
 }
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_torch_autograd_goes_back_through_results_that_share_memory(name: str, jitted: bool) -> None:
+def test_torch_autograd_goes_back_through_results_that_share_memory(
+    name: str, jitted: bool
+) -> None:
     found = []
     for F in (torch.func, torchfunc_jax):
         x = torch.linspace(0, 1, 24).view(2, 3, 4).requires_grad_()
@@ -265,10 +335,14 @@ def test_torch_autograd_goes_back_through_results_that_share_memory(name: str, j
 #: Functions of an argument [2, 3, 4] that write through a view which a transform has returned.
 THROUGH: dict[str, Callable[..., Any]] = {
     "vmap": lambda F, x: F.vmap(lambda r: r.view(-1))(x).mul_(2),
-    "vmap of vmap": lambda F, x: F.vmap(lambda r: F.vmap(lambda q: q.view(2, 2), out_dims=1)(r).add_(1).amax())(x),
+    "vmap of vmap": lambda F, x: F.vmap(
+        lambda r: F.vmap(lambda q: q.view(2, 2), out_dims=1)(r).add_(1).amax()
+    )(x),
     "vmap in grad": lambda F, x: F.grad(lambda x: F.vmap(lambda r: r.t())(x * 1).mul_(2).sum())(x),
     "functionalize in vmap": lambda F, x: F.vmap(lambda r: F.vmap(lambda q: q[1:])(r).zero_())(x),
-    "a part": lambda F, x: F.vmap(lambda r: r.diagonal(), in_dims=1, out_dims=1)(x.transpose(1, 2)).neg_(),
+    "a part": lambda F, x: F.vmap(lambda r: r.diagonal(), in_dims=1, out_dims=1)(
+        x.transpose(1, 2)
+    ).neg_(),
 }
 
 
@@ -284,7 +358,8 @@ def test_a_write_to_a_view_that_a_transform_has_returned(name: str, jitted: bool
     torch.testing.assert_close(found[1], found[0])
 
 
-#: Programs of an argument in channels_last memory, and of one that is transposed, in which a view is possible, or is not.
+#: Programs of an argument in channels_last memory, and of one that is transposed, in which a view
+#: is possible, or is not.
 STRIDED: dict[str, Callable[..., Any]] = {
     "pointwise": lambda x: (x + 1).permute(0, 2, 3, 1).view(-1),
     "of itself": lambda x: x.permute(0, 2, 3, 1).view(-1),
@@ -297,9 +372,15 @@ STRIDED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", [
-    jit, lambda f: lambda x: torchfunc_jax.jacrev(lambda x: (x.sum(), f(x)), has_aux=True)(x)[1], torchfunc_jax.functionalize,
-], ids=["jit", "jacrev", "functionalize"])  # fmt: skip
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jit,
+        lambda f: lambda x: torchfunc_jax.jacrev(lambda x: (x.sum(), f(x)), has_aux=True)(x)[1],
+        torchfunc_jax.functionalize,
+    ],
+    ids=["jit", "jacrev", "functionalize"],
+)
 @pytest.mark.parametrize("name", STRIDED)
 def test_strides_inside_are_those_of_plain_pytorch(name: str, transform: Any) -> None:
     x = torch.linspace(0, 1, 120).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -324,10 +405,26 @@ LANES: dict[str, list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     "of two": [lambda a, w: a + w, lambda a, w: w * a, lambda a, w: torch.where(a > 0, w, a)],
     "of one that is computed": [lambda a, w: a * (w + 1), lambda a, w: w.exp() - a],
     "products": [lambda a, w: a @ w, lambda a, w: w @ a, lambda a, w: a * 2],
-    "copies": [lambda a, w: a.clone(), lambda a, w: a.contiguous(), lambda a, w: torch.zeros_like(a) + w],
-    "reductions": [lambda a, w: a.softmax(0), lambda a, w: a.sum(0, keepdim=True) * a, lambda a, w: a.max(1, keepdim=True)[0] + a],
-    "joined": [lambda a, w: torch.cat([a, w])[:3], lambda a, w: torch.stack([a, w])[0] * 2, lambda a, w: a.flip(0)],
-    "views": [lambda a, w: a[1:].mul(2), lambda a, w: a.unsqueeze(0)[0], lambda a, w: a.expand(2, *a.shape)[1] * 1],
+    "copies": [
+        lambda a, w: a.clone(),
+        lambda a, w: a.contiguous(),
+        lambda a, w: torch.zeros_like(a) + w,
+    ],
+    "reductions": [
+        lambda a, w: a.softmax(0),
+        lambda a, w: a.sum(0, keepdim=True) * a,
+        lambda a, w: a.max(1, keepdim=True)[0] + a,
+    ],
+    "joined": [
+        lambda a, w: torch.cat([a, w])[:3],
+        lambda a, w: torch.stack([a, w])[0] * 2,
+        lambda a, w: a.flip(0),
+    ],
+    "views": [
+        lambda a, w: a[1:].mul(2),
+        lambda a, w: a.unsqueeze(0)[0],
+        lambda a, w: a.expand(2, *a.shape)[1] * 1,
+    ],
     "no view": [lambda a, w: a * 2, lambda a, w: a.view(-1)],
     "viewed": [lambda a, w: a.reshape(-1) * 2, lambda a, w: a.view(3, 3)],
 }
@@ -352,9 +449,13 @@ def test_strides_of_lanes_are_those_of_torch_func(program: str, way: str) -> Non
             call, x = F.vmap(call, (1, None)), torch.linspace(-1, 1, 54).view(3, 2, 3, 3)
         try:
             w = w[0] if in_dims[1] is None else w
-            (jit(call) if way == "jitted" and F is torchfunc_jax else F.grad(lambda x: call(x, w).sum()) if way == "grad" else call)(
-                *[x, w][: 1 if way == "grad" else 2]
-            )
+            (
+                jit(call)
+                if way == "jitted" and F is torchfunc_jax
+                else F.grad(lambda x: call(x, w).sum())
+                if way == "grad"
+                else call
+            )(*[x, w][: 1 if way == "grad" else 2])
         except RuntimeError as error:
             assert NOT_VIEWABLE in str(error)
             found.append(NOT_VIEWABLE)
@@ -365,14 +466,23 @@ def test_strides_of_lanes_are_those_of_torch_func(program: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
-@pytest.mark.parametrize("lane", [
-    lambda a: a.argmax(keepdim=True), lambda a: a.argmin(keepdim=True), lambda a: a.sin().argmax(keepdim=True),
-    torchfunc_jax.grad(lambda a: (a * a.argmax(keepdim=True)).sum()),
-])  # fmt: skip
-def test_shapes_that_torch_funcs_vmap_gets_wrong(lane: Callable[[torch.Tensor], torch.Tensor], jitted: bool) -> None:
+@pytest.mark.parametrize(
+    "lane",
+    [
+        lambda a: a.argmax(keepdim=True),
+        lambda a: a.argmin(keepdim=True),
+        lambda a: a.sin().argmax(keepdim=True),
+        torchfunc_jax.grad(lambda a: (a * a.argmax(keepdim=True)).sum()),
+    ],
+)
+def test_shapes_that_torch_funcs_vmap_gets_wrong(
+    lane: Callable[[torch.Tensor], torch.Tensor], jitted: bool
+) -> None:
     x = torch.linspace(-1, 1, 24).cos().view(2, 4, 3)
     mapped = torchfunc_jax.vmap(lane, 1)
-    assert torch.equal((jit(mapped) if jitted else mapped)(x), torch.stack([lane(each) for each in x.unbind(1)]))
+    assert torch.equal(
+        (jit(mapped) if jitted else mapped)(x), torch.stack([lane(each) for each in x.unbind(1)])
+    )
 
 
 def test_parameters_are_themselves_and_donated_arguments_are_not() -> None:
@@ -386,32 +496,59 @@ def test_parameters_are_themselves_and_donated_arguments_are_not() -> None:
 
 
 @pytest.mark.parametrize("transform", [torchfunc_jax.vmap, jit, torchfunc_jax.functionalize])
-@pytest.mark.parametrize("view", [lambda z: z, torch.conj, torch.real, torch.imag, lambda z: z.view(-1), lambda z: z.conj().imag])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda z: z,
+        torch.conj,
+        torch.real,
+        torch.imag,
+        lambda z: z.view(-1),
+        lambda z: z.conj().imag,
+    ],
+)
 def test_values_of_views_of_a_conjugate(transform: Any, view: Any) -> None:
     z = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3).conj()
-    expected = torch.stack([view(lane) for lane in z]) if transform is torchfunc_jax.vmap else view(z)
+    expected = (
+        torch.stack([view(lane) for lane in z]) if transform is torchfunc_jax.vmap else view(z)
+    )
     torch.testing.assert_close(transform(view)(z), expected)
 
 
-@pytest.mark.parametrize("cut, programs", [
-    (lambda data, k: (data[8 * k : 8 * k + 8], 0), 1),
-    (lambda data, k: (data[:8, None].transpose(0, 1)[:, : 5 + k], 1), 3),  # 7 lanes run by a program for 8
-], ids=["batches of a data set", "numbers of lanes in another dimension"])  # fmt: skip
-def test_programs_do_not_depend_on_places_in_memory(cut: Callable[..., Any], programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "cut, programs",
+    [
+        (lambda data, k: (data[8 * k : 8 * k + 8], 0), 1),
+        # 7 lanes run by a program for 8
+        (lambda data, k: (data[:8, None].transpose(0, 1)[:, : 5 + k], 1), 3),
+    ],
+    ids=["batches of a data set", "numbers of lanes in another dimension"],
+)
+def test_programs_do_not_depend_on_places_in_memory(
+    cut: Callable[..., Any], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "programs", type(process.programs)())
     data = torch.linspace(0, 1, 64 * 3).view(64, 3)
     call = lambda r: (r.sin() * 1.25).sum()
     for k in range(4):
         batch, dim = cut(data, k)
-        torch.testing.assert_close(torchfunc_jax.vmap(call, dim)(batch), torch.func.vmap(call, dim)(batch))
+        torch.testing.assert_close(
+            torchfunc_jax.vmap(call, dim)(batch), torch.func.vmap(call, dim)(batch)
+        )
     assert len(process.programs.records) == programs
 
 
 CONJUGATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "argument": lambda z: z, "conj": torch.conj, "twice": lambda z: z.conj().conj(), "part": lambda z: z.conj()[:1],
-    "real": lambda z: z.conj().real, "mH": lambda z: z[None].mH, "resolved": lambda z: z.conj().resolve_conj(),
-    "computed": lambda z: z.conj() * 2, "abs": torch.abs,
-}  # fmt: skip
+    "argument": lambda z: z,
+    "conj": torch.conj,
+    "twice": lambda z: z.conj().conj(),
+    "part": lambda z: z.conj()[:1],
+    "real": lambda z: z.conj().real,
+    "mH": lambda z: z[None].mH,
+    "resolved": lambda z: z.conj().resolve_conj(),
+    "computed": lambda z: z.conj() * 2,
+    "abs": torch.abs,
+}
 
 
 @pytest.mark.parametrize("way", ["grad", "vjp", "jvp", "vmap", "jit", "jit of grad"])
@@ -428,9 +565,13 @@ def test_is_conj(name: str, way: str) -> None:
 
         jitted = jit if F is torchfunc_jax else lambda f: f
         calls = {
-            "grad": lambda: F.grad(f)(z), "vjp": lambda: F.vjp(f, z), "jvp": lambda: F.jvp(f, (z,), (z,)), "jit": lambda: jitted(f)(z),
-            "vmap": lambda: F.vmap(f)(torch.stack([z, z])), "jit of grad": lambda: jitted(F.grad(f))(z),
-        }  # fmt: skip
+            "grad": lambda: F.grad(f)(z),
+            "vjp": lambda: F.vjp(f, z),
+            "jvp": lambda: F.jvp(f, (z,), (z,)),
+            "jit": lambda: jitted(f)(z),
+            "vmap": lambda: F.vmap(f)(torch.stack([z, z])),
+            "jit of grad": lambda: jitted(F.grad(f))(z),
+        }
         calls[way]()
         return found
 
@@ -440,10 +581,19 @@ def test_is_conj(name: str, way: str) -> None:
 SHARED: dict[str, tuple[Any, Callable[[torch.Tensor], Any]]] = {
     "one tensor twice": (lambda T: T.vmap(_write_first), lambda x: (x, x)),
     "a list": (lambda T: T.vmap(lambda xs: _write_first(*xs)), lambda x: ([x, x],)),
-    "overlapping views": (lambda T: T.vmap(_write_first, in_dims=1), lambda x: (x[:, 1:], x[:, :-1])),
-    "a grad inside": (lambda T: T.vmap(lambda a, b: (a.add_(1), T.grad(lambda c: (c * a * b).sum())(b))[1]), lambda x: (x, x)),
-    "captured as well": (lambda T: lambda x: T.vmap(lambda a, b: a.add_(b) * x.sum())(x, x), lambda x: (x,)),
-}  # fmt: skip
+    "overlapping views": (
+        lambda T: T.vmap(_write_first, in_dims=1),
+        lambda x: (x[:, 1:], x[:, :-1]),
+    ),
+    "a grad inside": (
+        lambda T: T.vmap(lambda a, b: (a.add_(1), T.grad(lambda c: (c * a * b).sum())(b))[1]),
+        lambda x: (x, x),
+    ),
+    "captured as well": (
+        lambda T: lambda x: T.vmap(lambda a, b: a.add_(b) * x.sum())(x, x),
+        lambda x: (x,),
+    ),
+}
 
 
 def _write_first(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The judge of docs/coverage.py: what PyTorch leaves open passes, everything else that differs fails."""
+"""The judge of docs/coverage.py: what PyTorch leaves open passes, everything else that differs
+fails.
+"""
+
 from __future__ import annotations
 
 import opinfo
@@ -14,7 +17,9 @@ OPERATORS = opinfo.operators()
 TIES = torch.tensor([[2.0, 1, 2, 0, 1], [3, 3, 3, 3, 4]])
 
 
-def asked(name: str, mode: str, *args: object, input: torch.Tensor = TIES, **kwargs: object) -> opinfo.Question:
+def asked(
+    name: str, mode: str, *args: object, input: torch.Tensor = TIES, **kwargs: object
+) -> opinfo.Question:
     sample = SampleInput(input, args=args, kwargs=kwargs)
     return opinfo.question(opinfo.Problem(OPERATORS[name], sample, sample), mode)
 
@@ -30,7 +35,8 @@ def test_equal_elements_may_come_in_any_order(mode: str, dim: int) -> None:
     values, there = q.truth
     at = dim + (mode == "vmap") if dim >= 0 else dim
     input = torch.stack([TIES, TIES]) if mode == "vmap" else TIES
-    backwards = input.shape[at] - 1 - input.flip(at).sort(dim=at, stable=True).indices  # the last of equal ones first
+    # the last of equal ones first
+    backwards = input.shape[at] - 1 - input.flip(at).sort(dim=at, stable=True).indices
     assert dim == 0 or not torch.equal(backwards, there)
     assert verdict(q, values, there) is None
     assert verdict(q, values, backwards) is None
@@ -45,7 +51,8 @@ def test_one_wrong_index_fails() -> None:
     q = asked("argsort", "jit")
     for place in range(5):
         wrong = q.truth[0].clone()
-        wrong[0, [place, (place + 2) % 5]] = wrong[0, [(place + 2) % 5, place]]  # no two elements that far apart are equal
+        # no two elements that far apart are equal
+        wrong[0, [place, (place + 2) % 5]] = wrong[0, [(place + 2) % 5, place]]
         assert "point at other values" in str(verdict(q, wrong))
     q = asked("kthvalue", "jit", 3)
     assert verdict(q, q.truth[0], torch.tensor([1, 0])) is None
@@ -82,7 +89,10 @@ def test_half_types_may_be_nearer_to_float64_than_pytorch_and_hardly_farther() -
     q = asked("kron", "jit", torch.ones(1, 1), input=a)
     assert verdict(q, *q.truth) is None
     sample = SampleInput(a, args=(b,))
-    rough = lambda a, b: sum((a[:, k : k + 20] * b[:, k : k + 20]).sum(1) for k in range(0, 400, 20))  # rounded after each part
+    # rounded after each part
+    rough = lambda a, b: sum(
+        (a[:, k : k + 20] * b[:, k : k + 20]).sum(1) for k in range(0, 400, 20)
+    )
     p = opinfo.Problem(OPERATORS["mul"], sample, sample)
     p.run = rough
     p.out = p(*p.values)
@@ -90,14 +100,18 @@ def test_half_types_may_be_nearer_to_float64_than_pytorch_and_hardly_farther() -
     exact = (a.double() * b.double()).sum(1)
     off = (q.truth[0].double() - exact).abs()
     assert verdict(q, exact.bfloat16()) is None
-    assert (~torch.isclose(exact.bfloat16(), q.truth[0], 2e-2, 2e-2)).any()  # so it is not the tolerance that lets this pass
+    # so it is not the tolerance that lets this pass
+    assert (~torch.isclose(exact.bfloat16(), q.truth[0], 2e-2, 2e-2)).any()
     worst = off.argmax()
-    for scale, passes in ((0.9, True), (verdicts.WORST - 0.5, True), (verdicts.WORST + 1, False)):  # the error on the other side
+    # the error on the other side
+    for scale, passes in ((0.9, True), (verdicts.WORST - 0.5, True), (verdicts.WORST + 1, False)):
         got = exact.bfloat16()
         got[worst] = (exact - scale * (q.truth[0].double() - exact))[worst].bfloat16()
         assert (verdict(q, got) is None) == passes
     for scale, passes in ((1.3, True), (2.0, False)):  # everywhere
-        assert (verdict(q, (exact - scale * (q.truth[0].double() - exact)).bfloat16()) is None) == passes
+        assert (
+            verdict(q, (exact - scale * (q.truth[0].double() - exact)).bfloat16()) is None
+        ) == passes
     got[worst] = float("nan")
     assert verdict(q, got) is not None
 
@@ -111,7 +125,9 @@ def test_other_types_have_their_tolerance_alone() -> None:
 
 
 def test_some_are_judged_by_float64_in_float32_too() -> None:
-    x = torch.linspace(-1e4, 1e4, 30)[torch.randperm(30, generator=torch.Generator().manual_seed(0))].requires_grad_()
+    x = torch.linspace(-1e4, 1e4, 30)[
+        torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    ].requires_grad_()
     q = asked("logcumsumexp", "vjp", 0, input=x)
     exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
     worst = (q.truth[0].double() - exact).abs().max()
@@ -125,7 +141,8 @@ def test_some_are_judged_by_float64_in_float32_too() -> None:
 def test_where_pytorch_overflows_float64_is_the_truth() -> None:
     q = asked("matrix_exp", "jit", input=torch.eye(5).bfloat16() * 8)
     exact = q.terms.exact()[0] if q.terms.exact else q.truth[0]
-    q.truth = (torch.where(torch.eye(5, dtype=torch.bool), float("nan"), exact.bfloat16()),)  # as it does for larger matrices
+    # as it does for larger matrices
+    q.truth = (torch.where(torch.eye(5, dtype=torch.bool), float("nan"), exact.bfloat16()),)
     assert verdict(q, exact.bfloat16()) is None
     assert verdict(q, (exact * 1.03).bfloat16()) is not None
     assert verdict(q, torch.full((5, 5), float("inf")).bfloat16()) is not None
@@ -146,7 +163,9 @@ def test_attention_with_dropout_in_training_is_random() -> None:
 @pytest.mark.parametrize("name", verdicts.INEXACT)
 def test_what_is_called_inexact_in_pytorch_is_and_here_is_not(name: str) -> None:
     x = torch.linspace(0.01, 100, 2000, dtype=torch.float64)
-    truth = torch.from_numpy(getattr(scipy.special, name.removeprefix("special.bessel_"))(x.numpy()))
+    truth = torch.from_numpy(
+        getattr(scipy.special, name.removeprefix("special.bessel_"))(x.numpy())
+    )
     theirs = getattr(torch.special, name.removeprefix("special."))
     assert 1e-7 < (theirs(x) - truth).abs().max() < verdicts.INEXACT[name]
     assert (torchfunc_jax.jit(theirs)(x) - truth).abs().max() < 1e-14

@@ -1,4 +1,5 @@
 """The ensemble demo: its data, that both systems train the same networks, its report, its plots."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -46,7 +47,9 @@ def test_split_is_by_seed_and_has_every_digit() -> None:
     one, again, other = load_digits(0), load_digits(0), load_digits(1)
     assert len(one.train_labels) + len(one.test_labels) == 1797
     assert len(one.test_labels) == 360 and one.train_images.shape == (1437, 1, 8, 8)
-    assert torch.equal(one.test_images, again.test_images) and not torch.equal(one.test_labels, other.test_labels)
+    assert torch.equal(one.test_images, again.test_images) and not torch.equal(
+        one.test_labels, other.test_labels
+    )
     assert torch.bincount(one.test_labels).min() >= 34
     assert one.train_images.min() == 0 and one.train_images.max() == 1
 
@@ -63,11 +66,15 @@ def test_batches_repeat_and_leave_the_digits_alone() -> None:
 
 def test_jitter_by_nothing_is_the_image() -> None:
     images = torch.rand(5, 1, 8, 8)
-    torch.testing.assert_close(jitter(images, torch.Generator(), degrees=0, shift=0, scale=0), images)
+    torch.testing.assert_close(
+        jitter(images, torch.Generator(), degrees=0, shift=0, scale=0), images
+    )
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size: expected at most the 1437 training digits, got 2000"):
+    with pytest.raises(
+        ValueError, match="batch_size: expected at most the 1437 training digits, got 2000"
+    ):
         Training(Settings(batch_size=2000))
 
 
@@ -109,7 +116,8 @@ def test_saved_members_are_the_trained_ones(training: Training, tmp_path: Any) -
 
 def test_report_is_json_with_everything_the_table_shows(result: dict[str, Any]) -> None:
     read = json.loads(json.dumps(result, allow_nan=False))
-    assert read["speed_up"] is None and not read["interrupted"] and read["steps"] == 15  # too few steps to tell
+    # too few steps to tell
+    assert read["speed_up"] is None and not read["interrupted"] and read["steps"] == 15
     for one in read["systems"].values():
         assert one["first_step_s"] > 0 and one["step_ms"] > 0 and one["final_loss"] > 0
         assert np.array(one["losses"]).shape == (3, 15)
@@ -117,23 +125,36 @@ def test_report_is_json_with_everything_the_table_shows(result: dict[str, Any]) 
         assert sum(digit["votes"]) == 3 and sum(digit["probability"]) == pytest.approx(1, abs=1e-4)
 
 
-def test_the_report_has_the_metrics_of_the_predictions(training: Training, result: dict[str, Any]) -> None:
+def test_the_report_has_the_metrics_of_the_predictions(
+    training: Training, result: dict[str, Any]
+) -> None:
     labels = training.digits.test_labels
     p = training.ours.logits(training.digits.test_images).double().softmax(-1)
     found = result["systems"]["torchfunc_jax"]
     assert found["nll"] == pytest.approx(log_loss(labels, p.mean(0), labels=range(10)), rel=1e-5)
-    votes = torch.nn.functional.one_hot(p.argmax(-1), 10).sum(0) + p.mean(0) / 2  # ties go to the higher mean probability
-    assert found["test_accuracy"]["vote"] == pytest.approx(float((votes.argmax(-1) == labels).double().mean()))
+    # ties go to the higher mean probability
+    votes = torch.nn.functional.one_hot(p.argmax(-1), 10).sum(0) + p.mean(0) / 2
+    assert found["test_accuracy"]["vote"] == pytest.approx(
+        float((votes.argmax(-1) == labels).double().mean())
+    )
     curve = result["by_size"]
-    assert curve["members"] == [1, 2, 3] and curve["nll"]["mean"][-1] == pytest.approx(found["nll"], rel=1e-5)
+    assert curve["members"] == [1, 2, 3] and curve["nll"]["mean"][-1] == pytest.approx(
+        found["nll"], rel=1e-5
+    )
     assert set(curve) == {"members", "accuracy", "nll", "brier", "ece"}
-    assert curve["ece"]["mean"][-1] == pytest.approx(found["ece"]) == pytest.approx(found["calibration"]["error"])
+    assert (
+        curve["ece"]["mean"][-1]
+        == pytest.approx(found["ece"])
+        == pytest.approx(found["calibration"]["error"])
+    )
 
 
 def test_letters_are_turned_digits(training: Training, result: dict[str, Any]) -> None:
     digits = training.digits
     images, names = letters(digits.test_images, digits.test_labels)
-    assert len(images) == len(names) == sum(int((digits.test_labels == d).sum()) for d in (2, 3, 4, 7))
+    assert (
+        len(images) == len(names) == sum(int((digits.test_labels == d).sum()) for d in (2, 3, 4, 7))
+    )
     assert set(names) == {"N", "m", "h", "L"}
     upside_down = digits.test_images[digits.test_labels == 7].flip(-1, -2)
     assert torch.equal(images[names.index("L") :], upside_down)
@@ -145,7 +166,10 @@ def test_letters_are_turned_digits(training: Training, result: dict[str, Any]) -
 
 def test_a_speed_up_is_the_median_over_steps_of_its_ratio(training: Training) -> None:
     class Timed:
-        seconds: ClassVar = {"torchfunc_jax": [9.0] + [1.0] * 60 + [2.0] * 60, "torch.func": [1.0] + [3.0] * 120}
+        seconds: ClassVar = {
+            "torchfunc_jax": [9.0] + [1.0] * 60 + [2.0] * 60,
+            "torch.func": [1.0] + [3.0] * 120,
+        }
 
     found = speed_up(Timed())  # type: ignore[arg-type]
     assert found == {"median": 2.25, "low": 1.5, "high": 3.0}
@@ -203,7 +227,14 @@ def test_page_of_plots(result: dict[str, Any], tmp_path: Any) -> None:
     figure = plots.page(result)
     figure.savefig(tmp_path / "page.png", dpi=40)
     titles = {axes.get_title(loc="left") for axes in figure.axes}
-    assert titles >= {"Loss of every member", "Accuracy", "NLL", "ECE", "Calibration", "Letters, which no member has seen"}
+    assert titles >= {
+        "Loss of every member",
+        "Accuracy",
+        "NLL",
+        "ECE",
+        "Calibration",
+        "Letters, which no member has seen",
+    }
     assert len([axes for axes in figure.axes if axes.images]) == 12 + 4
 
 
@@ -226,7 +257,12 @@ def test_the_whole_demo_keeps_its_promises() -> None:
     training = Training(Settings())
     training.run()
     result = report(training)
-    ours, theirs = (result["systems"][name]["test_accuracy"] for name in ("torchfunc_jax", "torch.func"))
+    ours, theirs = (
+        result["systems"][name]["test_accuracy"] for name in ("torchfunc_jax", "torch.func")
+    )
     assert result["difference"]["first_step"]["loss"] <= 1e-4
     assert ours["vote"] >= 0.97
-    assert abs(ours["vote"] - theirs["vote"]) <= 0.01 and abs(ours["mean_member"] - theirs["mean_member"]) <= 0.01
+    assert (
+        abs(ours["vote"] - theirs["vote"]) <= 0.01
+        and abs(ours["mean_member"] - theirs["mean_member"]) <= 0.01
+    )

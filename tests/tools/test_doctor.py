@@ -1,4 +1,7 @@
-"""`torchfunc-jax doctor`: what it knows of versions and settings, and that a check which differs, raises, hangs or crashes is told."""
+"""`torchfunc-jax doctor`: what it knows of versions and settings, and that a check which differs,
+raises, hangs or crashes is told.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,8 +26,9 @@ ORDINARY = Report(
     devices=["jax cpu:0 (cpu, the default)"],
     environment={},
     settings={"jax_enable_x64": False, "torch.get_float32_matmul_precision()": "highest"},
-    known=[], checks=[],
-)  # fmt: skip
+    known=[],
+    checks=[],
+)
 MISCOMPILED = "jaxlib 0.10.2 and 0.11.0 on x86 CPUs"
 OVERWRITTEN = "writes that overlap what they read, on CPUs"
 
@@ -60,23 +64,43 @@ PREALLOCATED = {"environment": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
         (with_gpu("torch cuda:0 (H100)", "jax gpu:0 (H100, the default)"), ["memory of the GPU"]),
         (with_gpu("jax gpu:0 (H100, the default)", **PREALLOCATED), []),
         (
-            with_gpu("jax gpu:0 (H100)", **PREALLOCATED, settings=ORDINARY.settings | {"torch.get_float32_matmul_precision()": "high"}),
+            with_gpu(
+                "jax gpu:0 (H100)",
+                **PREALLOCATED,
+                settings=ORDINARY.settings | {"torch.get_float32_matmul_precision()": "high"},
+            ),
             ["TF32"],
         ),
-        (dataclasses.replace(ORDINARY, settings=ORDINARY.settings | {"jax_enable_x64": True}), ["jax_enable_x64"]),
-        (dataclasses.replace(ORDINARY, environment={"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}), ["fast math in XLA_FLAGS"]),
+        (
+            dataclasses.replace(ORDINARY, settings=ORDINARY.settings | {"jax_enable_x64": True}),
+            ["jax_enable_x64"],
+        ),
+        (
+            dataclasses.replace(
+                ORDINARY, environment={"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
+            ),
+            ["fast math in XLA_FLAGS"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_known_of_a_combination(facts: Report, titles: list[str]) -> None:
-    assert [row.title for applies, row in doctor.KNOWN if applies(facts) and row.title not in (MISCOMPILED, OVERWRITTEN)] == titles
+    assert [
+        row.title
+        for applies, row in doctor.KNOWN
+        if applies(facts) and row.title not in (MISCOMPILED, OVERWRITTEN)
+    ] == titles
 
 
 def test_the_miscompiling_jaxlib_is_named_where_it_is_installed() -> None:
-    assert (MISCOMPILED in [row.title for row in examine(checks=False).known]) == compiling.miscompiles()
+    assert (
+        MISCOMPILED in [row.title for row in examine(checks=False).known]
+    ) == compiling.miscompiles()
 
 
 def test_the_jaxlibs_that_overwrite_what_they_read_are_named() -> None:
-    shifted = jax.jit(lambda a: (lambda y: y.at[1:].set(y[:-1]))(a.reshape(3, 2)))(jnp.arange(1.0, 7.0))
+    shifted = jax.jit(lambda a: (lambda y: y.at[1:].set(y[:-1]))(a.reshape(3, 2)))(
+        jnp.arange(1.0, 7.0)
+    )
     wrong = jax.default_backend() == "cpu" and shifted[2, 0] != 3
     assert (OVERWRITTEN in [row.title for row in examine(checks=False).known]) == wrong
 
@@ -85,14 +109,25 @@ def test_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     monkeypatch.setenv("JAXLESS", "is not JAX's")
     report = examine(checks=False)
-    assert report.versions["torch"] == torch.__version__ and "XLA_FLAGS" in report.environment and "JAXLESS" not in report.environment
+    assert (
+        report.versions["torch"] == torch.__version__
+        and "XLA_FLAGS" in report.environment
+        and "JAXLESS" not in report.environment
+    )
     assert any(d.startswith("jax cpu:0") for d in report.devices) and report.checks == []
 
 
-@pytest.mark.parametrize("name", [
-    "vmap", "vjp", "vmap of writes that overlap what they read", "autograd.Function: its backward", ".backward() through vmap",
-    "more than 32,768 samples",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vmap",
+        "vjp",
+        "vmap of writes that overlap what they read",
+        "autograd.Function: its backward",
+        ".backward() through vmap",
+        "more than 32,768 samples",
+    ],
+)
 def test_checks_agree(name: str) -> None:
     assert compare(name) is None
 
@@ -107,7 +142,11 @@ def test_every_check_agrees() -> None:
 
 @pytest.mark.slow
 def test_the_other_process_answers_on_a_channel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PROGRAM", f"from torchfunc_jax import doctor; doctor.compare = print; {doctor._PROGRAM}")
+    monkeypatch.setattr(
+        doctor,
+        "_PROGRAM",
+        f"from torchfunc_jax import doctor; doctor.compare = print; {doctor._PROGRAM}",
+    )
     monkeypatch.setattr(doctor, "CHECKS", {"vmap": CHECKS["vmap"]})
     assert [c.difference for c in examine().checks] == [None]
 
@@ -126,9 +165,12 @@ def raising(api: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("program", "told"),
-    [(wrong, "un-jitted: Tensor-likes are not close"), (wrong_in_jit, "compiled: Tensor-likes are not close"),
-     (raising, "un-jitted: RuntimeError: shape '[7]' is invalid")],
-)  # fmt: skip
+    [
+        (wrong, "un-jitted: Tensor-likes are not close"),
+        (wrong_in_jit, "compiled: Tensor-likes are not close"),
+        (raising, "un-jitted: RuntimeError: shape '[7]' is invalid"),
+    ],
+)
 def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch, program: Any, told: str) -> None:
     monkeypatch.setitem(CHECKS, "vmap", doctor._Check(program))
     difference = compare("vmap")
@@ -136,15 +178,19 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch, program: Any, tol
 
 
 def test_a_crash_and_a_hang_are_lines_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is started again for the next check. This one answers as the real one does, without its imports."""
+    """The process is started again for the next check. This one answers as the real one does,
+    without its imports.
+    """
     program = (
-        "import os, sys, time\nprint('ready', flush=True)\n"
-        "does = {'vmap': os.abort, 'grad': lambda: time.sleep(60), 'vjp': lambda: None, 'jvp': lambda: sys.exit('no memory')}\n"
-        "for line in sys.stdin:\n    does[line.strip().strip('\"')]()\n    print('null', flush=True)"
+        "import os, sys, time\nprint('ready', flush=True)\ndoes = {'vmap': os.abort, 'grad': "
+        "lambda: time.sleep(60), 'vjp': lambda: None, 'jvp': lambda: sys.exit('no memory')}\nfor "
+        "line in sys.stdin:\n    does[line.strip().strip('\"')]()\n    print('null', flush=True)"
     )
     monkeypatch.setattr(doctor, "_PROGRAM", program)
     monkeypatch.setattr(doctor, "_PATIENCE", 1.5)
-    monkeypatch.setattr(doctor, "CHECKS", {name: CHECKS[name] for name in ("vmap", "grad", "vjp", "jvp")})
+    monkeypatch.setattr(
+        doctor, "CHECKS", {name: CHECKS[name] for name in ("vmap", "grad", "vjp", "jvp")}
+    )
     report = examine()
     assert [(c.name, c.difference) for c in report.checks] == [
         ("vmap", "the process ended by SIGABRT"),
@@ -160,7 +206,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.exit_code == 0 and torch.__version__ in plain.stdout
     found = json.loads(run("doctor", "--no-check", "--json").stdout)
     assert found["ok"] and found["versions"]["torch"] == torch.__version__ and found["checks"] == []
-    failed = dataclasses.replace(examine(checks=False), checks=[Checked("vmap", "compiled: [7] differs", 0.1), Checked("grad", None, 0.1)])
+    failed = dataclasses.replace(
+        examine(checks=False),
+        checks=[Checked("vmap", "compiled: [7] differs", 0.1), Checked("grad", None, 0.1)],
+    )
 
     def pretended(checks: bool, on_check: Any) -> Report:
         for c in failed.checks:

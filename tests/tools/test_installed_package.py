@@ -1,4 +1,5 @@
 """What is installed: one version, and no other project's ``bridge`` in the place of ours."""
+
 from __future__ import annotations
 
 import os
@@ -16,9 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Where another ``bridge`` lies, beside the folder of ours -> what the error says of it.
 SHADOWS = {
-    "a script of the user's": ("work/bridge.py", r"got .*work/bridge\.py\. If that is a file or folder of your own, rename it"),
+    "a script of the user's": (
+        "work/bridge.py",
+        r"got .*work/bridge\.py\. If that is a file or folder of your own, rename it",
+    ),
     "a folder of the user's": ("work/bridge/notes.txt", r"got .*work/bridge\. If"),
-    "another package, installed over ours": ("installed/bridge/__init__.py", r"got .*installed/bridge, overwritten\. If"),
+    "another package, installed over ours": (
+        "installed/bridge/__init__.py",
+        r"got .*installed/bridge, overwritten\. If",
+    ),
     "none": ("work/other.py", r"got none\. If"),
 }
 
@@ -35,15 +42,30 @@ def test_another_bridge_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / other).write_text("print('run')\n")
     (tmp_path / "work" / "main.py").write_text("import torchfunc_jax\n")
     done = subprocess.run(
-        [sys.executable, "-S", "main.py"], cwd=tmp_path / "work", capture_output=True, text=True, timeout=60,
+        [sys.executable, "-S", "main.py"],
+        cwd=tmp_path / "work",
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
-    )  # fmt: skip
+    )
     assert done.returncode == 1
-    assert re.search("ImportError: bridge: expected the package that torchfunc-jax installs as .*/installed/bridge, " + words, done.stderr)
+    assert re.search(
+        (
+            "ImportError: bridge: expected the package that torchfunc-jax installs as "
+            ".*/installed/bridge, "
+        )
+        + words,
+        done.stderr,
+    )
     assert "run" not in done.stdout or other.startswith("installed")
 
 
 def test_files_that_tell_of_a_version_tell_of_this_one() -> None:
     said = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert said is not None and said[1] == bridge.__version__
-    assert re.search(rf"^## {re.escape(bridge.__version__)}\b", (ROOT / "docs" / "changelog.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^## {re.escape(bridge.__version__)}\b",
+        (ROOT / "docs" / "changelog.md").read_text(),
+        re.MULTILINE,
+    )

@@ -1,4 +1,7 @@
-"""What the repository tells others to run exists: targets of make in the workflows, commands in the forms for issues, hooks for commits."""
+"""What the repository tells others to run exists: targets of make in the workflows, commands in the
+forms for issues, hooks for commits.
+"""
+
 from __future__ import annotations
 
 import re
@@ -33,7 +36,9 @@ def test_a_workflow(path: Path) -> None:
             assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step.get("uses", "a/b@v1"))
             for target in re.findall(r"^make ([\w-]+)", step.get("run", ""), re.MULTILINE):
                 assert target in TARGETS
-            assert not re.search(r"\bpip install|\bpytest\b", step.get("run", "")), "a target of make does that"
+            assert not re.search(r"\bpip install|\bpytest\b", step.get("run", "")), (
+                "a target of make does that"
+            )
 
 
 def test_a_release_is_published_after_the_tests_and_without_a_password() -> None:
@@ -44,14 +49,20 @@ def test_a_release_is_published_after_the_tests_and_without_a_password() -> None
     assert not any("password" in step.get("with", {}) for step in steps(publish))
 
 
-@pytest.mark.parametrize(("form", "command"), [("1_bug", "doctor"), ("2_wrong_number", "parity"), ("3_slow", "explain")])
+@pytest.mark.parametrize(
+    ("form", "command"), [("1_bug", "doctor"), ("2_wrong_number", "parity"), ("3_slow", "explain")]
+)
 def test_a_form_for_issues_asks_for_what_a_maintainer_needs(form: str, command: str) -> None:
     asked = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())
     assert asked["name"] and asked["description"]
     fields = {field["id"]: field for field in asked["body"]}
     assert len(fields) == len(asked["body"]) and {command, "doctor", "program"} <= set(fields)
     for field in fields.values():
-        assert field["type"] == "textarea" and field["attributes"]["label"] and field["validations"] == {"required": True}
+        assert (
+            field["type"] == "textarea"
+            and field["attributes"]["label"]
+            and field["validations"] == {"required": True}
+        )
     assert command in fields[command]["attributes"]["label"]
 
 

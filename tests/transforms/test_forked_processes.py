@@ -1,4 +1,7 @@
-"""Programs that fork after they have used JAX, as a DataLoader with workers does on Linux: the child has torch.func's results, and ends."""
+"""Programs that fork after they have used JAX, as a DataLoader with workers does on Linux: the
+child has torch.func's results, and ends.
+"""
+
 from __future__ import annotations
 
 import os
@@ -50,8 +53,11 @@ class Rows(Dataset):
         return ours["grad"](x + k)
 """
 USED = "torchfunc_jax.grad(torch.sum)(x); torchfunc_jax.jit(torch.neg)(x)\n"
-# JAX works through the functions of a program in parallel: its threads wait for more work from then on
-THREADS = USED + """
+# JAX works through the functions of a program in parallel: its threads wait for more work from then
+# on
+THREADS = (
+    USED
+    + """
 import jax
 def many(x, functions=[jax.jit(lambda x, k=k: jax.numpy.sin(x) * k) for k in range(100)]):
     for function in functions:
@@ -59,6 +65,7 @@ def many(x, functions=[jax.jit(lambda x, k=k: jax.numpy.sin(x) * k) for k in ran
     return x
 jax.jit(many)(1.0)
 """
+)
 LOADER = """
 for batch in DataLoader(Rows(), batch_size=2, num_workers=2, timeout=60):
     assert batch.shape == (2, 4)
@@ -81,19 +88,30 @@ if not child:
     os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
-UNUSED = FORK.replace("    check()\n", """    check()
+UNUSED = FORK.replace(
+    "    check()\n",
+    """    check()
     from bridge.process import process
     assert not process.forked and process.programs.records  # the child has started JAX itself
-""")
+""",
+)
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("program", [
-    pytest.param(USED + LOADER, id="DataLoader"), pytest.param(USED + FORK, id="fork"), pytest.param(USED + GRANDCHILD, id="grandchild"),
-    pytest.param(THREADS + FORK, id="fork beside waiting threads"), pytest.param(UNUSED, id="JAX not used before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(USED + LOADER, id="DataLoader"),
+        pytest.param(USED + FORK, id="fork"),
+        pytest.param(USED + GRANDCHILD, id="grandchild"),
+        pytest.param(THREADS + FORK, id="fork beside waiting threads"),
+        pytest.param(UNUSED, id="JAX not used before"),
+    ],
+)
 def test_a_forked_process(program: str) -> None:
     """The parent goes on with JAX afterwards."""
     program = CASES + program + 'check()\nprint("the parent has ended")\n'
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=240
+    )
     assert (done.returncode, done.stdout) == (0, "the parent has ended\n"), done.stderr

@@ -1,4 +1,7 @@
-"""What a user reads is what torch.func says: errors under vmap, and tensors that are printed inside of a transform."""
+"""What a user reads is what torch.func says: errors under vmap, and tensors that are printed inside
+of a transform.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,15 +27,36 @@ WORDS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "float": (lambda r: float(r[0]), r"calling .item\(\) on a Tensor"),
     "int": (lambda r: int(r[0]), r"calling .item\(\) on a Tensor"),
     "format": (lambda r: f"{r[0]:.2f}", r"calling .item\(\) on a Tensor"),
-    "nonzero": (lambda r: r.nonzero(), "vmap: We do not support batching operators that can output dynamic shape"),
+    "nonzero": (
+        lambda r: r.nonzero(),
+        "vmap: We do not support batching operators that can output dynamic shape",
+    ),
     "where": (torch.where, r"can output dynamic shape\. Attempted to vmap over aten::where"),
     "unique": (torch.unique, r"can output dynamic shape\. Attempted to vmap over aten::_unique2"),
-    "fill_ of an unmapped tensor": (lambda r: _Z.fill_(r[0]), r"vmap: fill_\(self, \*extra_args\) is not possible"),
-    "masked_fill_": (lambda r: _Z.masked_fill_(_Z > 0, r[0]), r"vmap: (aten::)?masked_fill_\(self, \*extra_args\) is not possible"),
-    "mul_": (lambda r: _Z.mul_(r), r"vmap: inplace arithmetic\(self, \*extra_args\) is not possible"),
-    "batch norm": (lambda r: torch.nn.functional.batch_norm(r.expand(3, 2), _Z, _Z, training=True), "running_mean or running_var, which"),
-    "mm": (lambda r: torch.mm(r, r), r"Shape mismatch: Got incorrect dims for mm\(a, b\). a has dim 1and b has dim 1but expected them to "
-           "have dim 2 and dim 2"),
+    "fill_ of an unmapped tensor": (
+        lambda r: _Z.fill_(r[0]),
+        r"vmap: fill_\(self, \*extra_args\) is not possible",
+    ),
+    "masked_fill_": (
+        lambda r: _Z.masked_fill_(_Z > 0, r[0]),
+        r"vmap: (aten::)?masked_fill_\(self, \*extra_args\) is not possible",
+    ),
+    "mul_": (
+        lambda r: _Z.mul_(r),
+        r"vmap: inplace arithmetic\(self, \*extra_args\) is not possible",
+    ),
+    "batch norm": (
+        lambda r: torch.nn.functional.batch_norm(r.expand(3, 2), _Z, _Z, training=True),
+        "running_mean or running_var, which",
+    ),
+    "mm": (
+        lambda r: torch.mm(r, r),
+        (
+            r"Shape mismatch: Got incorrect dims for mm\(a, b\). a has dim 1and b has dim 1but "
+            r"expected them to "
+            "have dim 2 and dim 2"
+        ),
+    ),
     "mv": (lambda r: torch.mv(r, r), r"Shape mismatch: Got incorrect dims for mv"),
     "bmm": (lambda r: r.bmm(r), r"Shape mismatch: Got incorrect dims for bmm"),
     "dot": (lambda r: torch.dot(r[None], r), "Got wrong shapes for dot"),
@@ -51,18 +75,29 @@ def test_the_words_of_an_error_under_vmap(name: str, way: str) -> None:
 
 #: A tensor that is made of a list of tensors: it has no derivative.
 OF_A_LIST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "tensor": lambda x: torch.tensor([x, 1.0]), "of a tuple": lambda x: torch.tensor((x,)), "nested": lambda x: torch.tensor([[x], [2.0]]),
-    "as_tensor": lambda x: torch.as_tensor([x]), "asarray": lambda x: torch.asarray([x]), "Tensor": lambda x: torch.Tensor([x]),
-    "new_tensor": lambda x: x.new_tensor([x, 2]), "new_tensor of integers": lambda x: x.long().new_tensor(data=[[x.long()]]),
-    "new": lambda x: x.new([x, 2]), "FloatTensor": lambda x: torch.FloatTensor([[x], [x]]),
+    "tensor": lambda x: torch.tensor([x, 1.0]),
+    "of a tuple": lambda x: torch.tensor((x,)),
+    "nested": lambda x: torch.tensor([[x], [2.0]]),
+    "as_tensor": lambda x: torch.as_tensor([x]),
+    "asarray": lambda x: torch.asarray([x]),
+    "Tensor": lambda x: torch.Tensor([x]),
+    "new_tensor": lambda x: x.new_tensor([x, 2]),
+    "new_tensor of integers": lambda x: x.long().new_tensor(data=[[x.long()]]),
+    "new": lambda x: x.new([x, 2]),
+    "FloatTensor": lambda x: torch.FloatTensor([[x], [x]]),
     "of booleans and complex numbers": lambda x: torch.tensor([x > 0, x * 1j]).abs(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OF_A_LIST)
 def test_a_tensor_of_a_list_of_tensors(name: str) -> None:
     x, f = torch.tensor(3.0), lambda x: (OF_A_LIST[name](x) * x).sum()
-    for run in (lambda T: T.grad(f)(x), lambda T: T.jvp(f, (x,), (x,)), lambda T: T.vjp(f, x)[1](x), lambda T: T.grad(T.grad(f))(x)):
+    for run in (
+        lambda T: T.grad(f)(x),
+        lambda T: T.jvp(f, (x,), (x,)),
+        lambda T: T.vjp(f, x)[1](x),
+        lambda T: T.grad(T.grad(f))(x),
+    ):
         same(run(torchfunc_jax), run(torch.func))
     for transform in (torch.func.vmap, vmap, lambda f: jit(vmap(f))):
         with pytest.raises(RuntimeError, match=r"calling .item\(\) on a Tensor"):
@@ -75,7 +110,9 @@ def test_a_tensor_of_a_list_of_tensors(name: str) -> None:
 def test_random_numbers_in_place_of_an_unmapped_tensor(way: str) -> None:
     for F in (torch.func, torchfunc_jax):
         mapped = F.vmap(lambda r, p: _Z.bernoulli_(p), (0, None), randomness="different")
-        with pytest.raises(RuntimeError, match="Cannot ask for different inplace randomness on an unbatched tensor"):
+        with pytest.raises(
+            RuntimeError, match="Cannot ask for different inplace randomness on an unbatched tensor"
+        ):
             (jit(mapped) if way == "jit" and F is torchfunc_jax else mapped)(_X, _X[0] / 4)
 
 
@@ -85,7 +122,9 @@ def test_a_tensor_that_escaped_from_vmap(way: str) -> None:
         kept: list[torch.Tensor] = []
         mapped = F.vmap(F.grad(lambda r, kept=kept: (kept.append(r), r.sum())[1]))
         (jit(mapped) if way == "jit" and F is torchfunc_jax else mapped)(_X)
-        with pytest.raises(RuntimeError, match="your tensor may have escaped from inside a function being vmapped"):
+        with pytest.raises(
+            RuntimeError, match="your tensor may have escaped from inside a function being vmapped"
+        ):
             kept[0] + 1
 
 
@@ -94,10 +133,14 @@ def test_a_value_is_no_error_under_grad() -> None:
 
 
 FORMATTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "number": (lambda x: x.sum(), ""), "number with two digits": (lambda x: x.sum(), ".2f"), "vector": (lambda x: x[0], ""),
-    "vector with two digits": (lambda x: x[0], ".2f"), "integer": (lambda x: x.long().sum(), "05d"),
-    "captured vector": (lambda x: _Z, ".2f"), "captured number": (lambda x: _Z.sum(), ""),
-}  # fmt: skip
+    "number": (lambda x: x.sum(), ""),
+    "number with two digits": (lambda x: x.sum(), ".2f"),
+    "vector": (lambda x: x[0], ""),
+    "vector with two digits": (lambda x: x[0], ".2f"),
+    "integer": (lambda x: x.long().sum(), "05d"),
+    "captured vector": (lambda x: _Z, ".2f"),
+    "captured number": (lambda x: _Z.sum(), ""),
+}
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in PyTorch"])
@@ -152,7 +195,16 @@ def test_printed_tensors(name: str) -> None:
 
         def f(x: torch.Tensor) -> torch.Tensor:
             found.append("the function runs")
-            found.extend([repr(x), str(x.sin()), repr(torch.ones(2)), repr(x + _X[0, 0]), repr(_X), f"{x}" if x.dim() else ""])
+            found.extend(
+                [
+                    repr(x),
+                    str(x.sin()),
+                    repr(torch.ones(2)),
+                    repr(x + _X[0, 0]),
+                    repr(_X),
+                    f"{x}" if x.dim() else "",
+                ]
+            )
             y = x.sin()
             y += 1
             found.append(repr(y))
@@ -224,7 +276,9 @@ def test_a_tensor_is_shown_in_the_forward_of_a_function() -> None:
     for k in range(2):
         found.clear()
         torch.func.vmap(torch.func.grad(lambda x: Shows.apply(x).sum()))(_X + k)
-        torch.testing.assert_close(vmap(grad(lambda x: Shows.apply(x).sum()))(_X + k), (_X + k).cos())
+        torch.testing.assert_close(
+            vmap(grad(lambda x: Shows.apply(x).sum()))(_X + k), (_X + k).cos()
+        )
         assert len(found) == 2 and found[1] == found[0]
 
 
@@ -233,7 +287,8 @@ def test_printed_tensors_without_values() -> None:
     jit(vmap(grad(lambda x: (found.append(repr(x)), x.sum())[1])))(_X)
     text = found[0]
     assert text.replace("\n", "").replace("    ", "") == (
-        "GradTrackingTensor(lvl=2, value=BatchedTensor(lvl=1, bdim=0, value=Traced(shape=(2, 2), dtype=torch.float32)))"
+        "GradTrackingTensor(lvl=2, value=BatchedTensor(lvl=1, bdim=0, value=Traced(shape=(2, 2), "
+        "dtype=torch.float32)))"
     )
     jit(vmap(lambda x, y: (found.append(repr(y.abs())), x)[1], (0, None)))(_X, _X)
     assert found[1] == "Traced(shape=(2, 2), dtype=torch.float32)", "no vmap maps it"

@@ -1,4 +1,7 @@
-"""The notes of errors say what helps: not jit, which refuses to ask a vmapped tensor for its values, as torch.func does."""
+"""The notes of errors say what helps: not jit, which refuses to ask a vmapped tensor for its
+values, as torch.func does.
+"""
+
 from __future__ import annotations
 
 import math
@@ -20,7 +23,9 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 
 @pytest.mark.parametrize("inner", [lambda f: f, grad], ids=["vmap", "vmap of grad"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_helps_is_said_and_jit_is_not(name: str, inner: Callable[..., Callable[..., object]]) -> None:
+def test_what_helps_is_said_and_jit_is_not(
+    name: str, inner: Callable[..., Callable[..., object]]
+) -> None:
     f, helps = CASES[name]
     with pytest.raises(RuntimeError) as theirs:
         torch.func.vmap(f)(torch.ones(3))

@@ -1,4 +1,7 @@
-"""patch(): every name of torch.func's and functorch's is ours while it is in effect, and torch's again afterwards, come what may."""
+"""patch(): every name of torch.func's and functorch's is ours while it is in effect, and torch's
+again afterwards, come what may.
+"""
+
 from __future__ import annotations
 
 import inspect
@@ -28,15 +31,25 @@ from torchfunc_jax import patch, patching
 EVERY = [
     *((torch.func, name) for name in torch.func.__all__ if name != "rearrange"),
     (torch, "vmap"),
-    *((functorch, name) for name, x in vars(functorch).items() if not (name.startswith("_") or name == "make_fx" or inspect.ismodule(x))),
-    *((functorch.experimental, name) for name in dir(functorch.experimental) if not name.startswith("_")),
+    *(
+        (functorch, name)
+        for name, x in vars(functorch).items()
+        if not (name.startswith("_") or name == "make_fx" or inspect.ismodule(x))
+    ),
+    *(
+        (functorch.experimental, name)
+        for name in dir(functorch.experimental)
+        if not name.startswith("_")
+    ),
 ]
 NAMESPACES = (torch, torch.func, functorch, functorch.experimental, sys.modules[__name__])
 
 
 @pytest.fixture(autouse=True)
 def _left_as_it_was() -> Iterator[None]:
-    before = [{k: v for k, v in vars(m).items() if id(v) in patching._replacements()} for m in NAMESPACES]
+    before = [
+        {k: v for k, v in vars(m).items() if id(v) in patching._replacements()} for m in NAMESPACES
+    ]
     yield
     for m, names in zip(NAMESPACES, before, strict=True):
         assert names and all(vars(m)[k] is v for k, v in names.items())
@@ -61,7 +74,11 @@ def test_every_name_is_ours(module: types.ModuleType, name: str) -> None:
 def test_names_imported_earlier() -> None:
     assert not runs_on_jax(grad)
     with patch():
-        assert grad is torchfunc_jax.grad and mapped is torchfunc_jax.vmap and jacrev is torchfunc_jax.jacrev
+        assert (
+            grad is torchfunc_jax.grad
+            and mapped is torchfunc_jax.vmap
+            and jacrev is torchfunc_jax.jacrev
+        )
         assert runs_on_jax(grad) and runs_on_jax(torch.func.grad) and runs_on_jax(functorch.grad)
     assert not runs_on_jax(grad) and not runs_on_jax(torch.func.grad)
 
@@ -86,7 +103,11 @@ def test_values_of_a_program_with_nested_transforms_and_modules() -> None:
     def program() -> Any:
         loss = lambda p, x: functional_call(model, p, (x,)).square().sum()
         per_sample = torch.vmap(grad(loss), in_dims=(None, 0))(params, x)
-        return per_sample, torch.func.hessian(lambda x: loss(params, x))(x[0]), jacrev(torch.sin)(x[0])
+        return (
+            per_sample,
+            torch.func.hessian(lambda x: loss(params, x))(x[0]),
+            jacrev(torch.sin)(x[0]),
+        )
 
     expected = program()
     with patch():
@@ -96,7 +117,9 @@ def test_values_of_a_program_with_nested_transforms_and_modules() -> None:
 def test_functional_call_does_not_call_itself() -> None:
     model = nn.Linear(2, 1)
     with patch():
-        out = torch.func.functional_call(model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2))
+        out = torch.func.functional_call(
+            model, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, torch.ones(1, 2)
+        )
     assert out.item() == 2
 
 
@@ -116,14 +139,18 @@ def test_the_real_torch_func_inside_a_traced_function() -> None:
     torch.testing.assert_close(torchfunc_jax.grad(f)(x), expected)
     with patch():
         torch.testing.assert_close(torch.func.grad(f)(x), expected)
-        torch.testing.assert_close(torch.func.grad(lambda x: torch.vmap(grad(torch.sin))(x).sum())(x), expected)
+        torch.testing.assert_close(
+            torch.func.grad(lambda x: torch.vmap(grad(torch.sin))(x).sum())(x), expected
+        )
 
 
 def test_what_torch_computes_by_vmap() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     causal = lambda b, h, q, k: q >= k
-    make = lambda: create_block_mask(causal, B=None, H=None, Q_LEN=256, KV_LEN=256, device="cpu").to_dense()
+    make = lambda: create_block_mask(
+        causal, B=None, H=None, Q_LEN=256, KV_LEN=256, device="cpu"
+    ).to_dense()
     expected = make()
     with patch():
         torch.testing.assert_close(make(), expected)
@@ -140,7 +167,7 @@ def test_recorders_see_torchs_own(wrap: Any) -> None:
     torch.testing.assert_close(f(x), x.sin())
 
 
-# -- undoing -----------------------------------------------------------------------------------------------------------------------
+# -- undoing ---------------------------------------------------------------------------------------
 def test_as_a_function() -> None:
     patched = patch()
     assert torch.vmap is torchfunc_jax.vmap

@@ -1,4 +1,7 @@
-"""The profiler's marks, checks and markers inside transforms have no effect on values; modules wrapped for data parallelism run."""
+"""The profiler's marks, checks and markers inside transforms have no effect on values; modules
+wrapped for data parallelism run.
+"""
+
 from __future__ import annotations
 
 import re
@@ -19,7 +22,10 @@ from torchfunc_jax import functional_call, grad, jit, vmap
 
 
 def _nested(x: torch.Tensor) -> torch.Tensor:
-    with torch.profiler.record_function("outer"), torch.autograd.profiler.record_function("inner", "with arguments"):
+    with (
+        torch.profiler.record_function("outer"),
+        torch.autograd.profiler.record_function("inner", "with arguments"),
+    ):
         return x.sin() * x
 
 
@@ -56,7 +62,9 @@ def _marked(x: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = [_nested, _decorated, _by_operators, _profiled, _checked, _marked]
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: getattr(f, "__name__", "decorated").strip("_"))
+@pytest.mark.parametrize(
+    "fn", FUNCTIONS, ids=lambda f: getattr(f, "__name__", "decorated").strip("_")
+)
 def test_a_mark_changes_no_value(fn):
     in_every_way(fn, torch.randn(4), lanes="jit" if fn is _checked else True)
 
@@ -72,7 +80,9 @@ def _refused_by_vmap(fn, x):
 
 
 def test_checks_of_values_in_lanes():
-    """torch.func's vmap refuses to ask for values, and so does what PyTorch runs; jit compiles the checks."""
+    """torch.func's vmap refuses to ask for values, and so does what PyTorch runs; jit compiles the
+    checks.
+    """
     x = torch.randn(3, 4)
     _refused_by_vmap(_checked, x)
     with pytest.raises(RuntimeError, match="data-dependent control flow"):
@@ -100,7 +110,9 @@ def test_a_mark_is_closed_when_the_function_raises():
     assert "fails" in {event.key for event in profile.key_averages()}
 
 
-@pytest.mark.parametrize("wrapped", [jit, grad, vmap, lambda f: jit(vmap(f))], ids=["jit", "grad", "vmap", "jit of vmap"])
+@pytest.mark.parametrize(
+    "wrapped", [jit, grad, vmap, lambda f: jit(vmap(f))], ids=["jit", "grad", "vmap", "jit of vmap"]
+)
 def test_an_assertion_that_fails_raises_its_message(wrapped):
     def fn(x):
         torch._assert((x < 3).all(), "x: expected {less} than 3")
@@ -117,7 +129,8 @@ def test_an_assertion_that_fails_raises_its_message(wrapped):
 
 @pytest.fixture(scope="module")
 def _group(tmp_path_factory: Any) -> Iterator[None]:
-    if torch.distributed.is_initialized():  # by tests of another file in this process, which keep it
+    # by tests of another file in this process, which keep it
+    if torch.distributed.is_initialized():
         yield
         return
     path: Path = tmp_path_factory.mktemp("group") / "store"
@@ -129,13 +142,22 @@ def _group(tmp_path_factory: Any) -> Iterator[None]:
 def _parallel(**options: Any) -> tuple[DistributedDataParallel, torch.nn.Module]:
     """A module wrapped for data parallelism, and the same one without."""
     torch.manual_seed(1)
-    inner = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    inner = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    )
     torch.manual_seed(1)
-    plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    )
     return DistributedDataParallel(inner, **options), plain
 
 
-OPTIONS: list[dict[str, bool]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"broadcast_buffers": False}]
+OPTIONS: list[dict[str, bool]] = [
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"broadcast_buffers": False},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o), "defaults"))
@@ -162,7 +184,11 @@ def test_functional_call_of_a_parallel_module(training, _group):
 
     def loss_of(module):
         buffers = {name: b.clone() for name, b in module.named_buffers()}
-        return lambda p, x: functional_call(module, (p, {k: b.clone() for k, b in buffers.items()}), (x,)).square().sum()
+        return lambda p, x: (
+            functional_call(module, (p, {k: b.clone() for k, b in buffers.items()}), (x,))
+            .square()
+            .sum()
+        )
 
     def gradients(func, module):
         gradient = func.grad(loss_of(module))

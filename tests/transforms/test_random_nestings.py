@@ -1,4 +1,7 @@
-"""Random programs under random nestings of transforms: the same values, or the same class of error, as torch.func."""
+"""Random programs under random nestings of transforms: the same values, or the same class of error,
+as torch.func.
+"""
+
 from __future__ import annotations
 
 import os
@@ -30,20 +33,30 @@ def test_agrees_with_torch_func(start):
         want, names = outcome(torch.func, seed)
         got, _ = outcome(torchfunc_jax, seed)
         if isinstance(want, Exception):
-            # torch.func refuses some programs that need no refusing (a saved tensor changed in place): ours agree, compiled and not
+            # torch.func refuses some programs that need no refusing (a saved tensor changed in
+            # place): ours agree, compiled and not
             if isinstance(got, torch.Tensor):
                 want = outcome(torchfunc_jax, seed, torchfunc_jax.jit)[0]
             else:
-                assert isinstance(got, type(want)), f"program {seed}, {names}: {want!r}, ours {got!r}"
+                assert isinstance(got, type(want)), (
+                    f"program {seed}, {names}: {want!r}, ours {got!r}"
+                )
                 continue
-        if isinstance(got, OutsideOfView):  # of a lane that is computed from lanes with gaps in memory, PyTorch's strides are not known
+        # of a lane that is computed from lanes with gaps in memory, PyTorch's strides are not known
+        if isinstance(got, OutsideOfView):
             assert "vmap_out" in names and "it is not known how PyTorch" in str(got)
             continue
         assert not isinstance(got, Exception), f"program {seed}, {names}: {got!r}"
         close(got, want, f"program {seed}, {names}")
         if seed % 10 == 0:
-            close(outcome(torchfunc_jax, seed, torchfunc_jax.jit)[0], want, f"program {seed}, {names}, jit")
+            close(
+                outcome(torchfunc_jax, seed, torchfunc_jax.jit)[0],
+                want,
+                f"program {seed}, {names}, jit",
+            )
 
 
 def close(got, want, what):
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        got, want, rtol=1e-6, atol=1e-8, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )

@@ -1,4 +1,7 @@
-"""Random numbers are torch.func's from the same seed, and the generator is afterwards in the same state."""
+"""Random numbers are torch.func's from the same seed, and the generator is afterwards in the same
+state.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,7 +14,15 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 import torchfunc_jax
-from torchfunc_jax import functional_call, functionalize, grad, jit, random_numbers, stack_module_state, vmap
+from torchfunc_jax import (
+    functional_call,
+    functionalize,
+    grad,
+    jit,
+    random_numbers,
+    stack_module_state,
+    vmap,
+)
 
 _attention = nn.MultiheadAttention(6, 2, dropout=0.4).requires_grad_(False)
 _recurrent = nn.LSTM(6, 8, num_layers=3, dropout=0.5, bidirectional=True).requires_grad_(False)
@@ -41,7 +52,9 @@ OPERATORS = {
     "normal of a mean": lambda x: torch.normal(x, 2.0),
     "normal of a std": lambda x: torch.normal(1.0, x.exp()),
     "normal of both": lambda x: torch.normal(x, x.exp()),
-    "normal of a mean, and a std that is not mapped": lambda x: torch.normal(x, torch.full((6,), 2.0)),
+    "normal of a mean, and a std that is not mapped": lambda x: torch.normal(
+        x, torch.full((6,), 2.0)
+    ),
     "multinomial": lambda x: torch.multinomial(x.softmax(-1), 3).float(),
     "multinomial, one": lambda x: torch.multinomial(x.softmax(-1).expand(4, 6), 1).float(),
     "multinomial with replacement": lambda x: torch.multinomial(x.softmax(-1), 5, True).float(),
@@ -49,7 +62,9 @@ OPERATORS = {
     "dropout of a captured tensor": lambda x: F.dropout(torch.ones(9), 0.3) + x[0],
     "dropout2d": lambda x: F.dropout2d((x + 1).expand(2, 3, 4, 6), 0.3),
     "alpha_dropout": lambda x: F.alpha_dropout(x + 1, 0.3, training=True),
-    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout((x + 1).expand(2, 3, 6), 0.3, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(
+        (x + 1).expand(2, 3, 6), 0.3, training=True
+    ),
     "gumbel_softmax": F.gumbel_softmax,
     "attention": lambda x: _attention(*[x.expand(4, 3, 6) + 1] * 3)[0],
 }
@@ -74,7 +89,9 @@ WAYS = {
     "different": lambda lib, f: lib.vmap(f, **DIFFERENT)(X),
     "same": lambda lib, f: lib.vmap(f, **SAME)(X),
     "nested": lambda lib, f: lib.vmap(lib.vmap(f, **DIFFERENT), **DIFFERENT)(X.reshape(3, 2, 6)),
-    "different in same": lambda lib, f: lib.vmap(lib.vmap(f, **DIFFERENT), **SAME)(X.reshape(3, 2, 6)),
+    "different in same": lambda lib, f: lib.vmap(lib.vmap(f, **DIFFERENT), **SAME)(
+        X.reshape(3, 2, 6)
+    ),
     "chunks": lambda lib, f: lib.vmap(f, chunk_size=4, **DIFFERENT)(X),
     "same in chunks": lambda lib, f: lib.vmap(f, chunk_size=4, **SAME)(X),
     "grad": lambda lib, f: lib.grad(_scaled(f))(X[0]),
@@ -85,19 +102,22 @@ DIFFERENTIATED = ("grad", "vmap of grad", "jacrev")
 REFUSED = {  # by torch.func
     **dict.fromkeys(BY_VALUE, ("same", "different in same", "same in chunks")),
     **{
-        name: ("same", "different in same", "same in chunks") for name in OPERATORS
+        name: ("same", "different in same", "same in chunks")
+        for name in OPERATORS
         if name.startswith(("multinomial", "normal of a mean", "normal of a std", "normal of both"))
         or name in ("bernoulli", "bernoulli, float64", "bernoulli_ of probabilities")
     },
-}  # fmt: skip
+}
 
 
 def assert_as_in_torch(way, f, compiled=False, tolerance=0.0):
-    """A call of this library gives torch.func's numbers, twice, and leaves the generator in the same state."""
+    """A call of this library gives torch.func's numbers, twice, and leaves the generator in the
+    same state.
+    """
     torch.manual_seed(3)
     expected = [way(torch.func, f) for _ in range(2)]
     state = torch.get_rng_state()
-    run = (lambda: way(torchfunc_jax, f))
+    run = lambda: way(torchfunc_jax, f)
     run = jit(run) if compiled else run
     torch.manual_seed(3)
     for want in expected:
@@ -106,7 +126,14 @@ def assert_as_in_torch(way, f, compiled=False, tolerance=0.0):
 
 
 def _tolerance(name, way):
-    rounded = ("attention", "lstm", "gumbel_softmax", "log_normal_", "normal of a std", "normal of both")
+    rounded = (
+        "attention",
+        "lstm",
+        "gumbel_softmax",
+        "log_normal_",
+        "normal of a std",
+        "normal of both",
+    )
     exact = way not in DIFFERENTIATED and name not in rounded
     return 0.0 if exact and "alpha" not in name else 1e-2 if "float16" in name else 1e-4
 
@@ -134,7 +161,11 @@ def test_operators_that_torchs_vmap_does_not_know(compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("way", ["plain", "different", "nested", "chunks"])
 def test_numbers_that_depend_on_values(way, compiled):
-    table = {**BY_VALUE, "dropout": OPERATORS["dropout"], "of constants": lambda x: torch._standard_gamma(torch.full((3,), 2.0)) + x[0]}
+    table = {
+        **BY_VALUE,
+        "dropout": OPERATORS["dropout"],
+        "of constants": lambda x: torch._standard_gamma(torch.full((3,), 2.0)) + x[0],
+    }
     assert_as_in_torch(WAYS[way], _all_of(table, way), compiled, tolerance=1e-5)
 
 
@@ -147,13 +178,18 @@ def _written(x):
     return torch.poisson(y) + y
 
 
-#: Programs whose draws depend on values that the program computes, or on the numbers of earlier draws.
+#: Programs whose draws depend on values that the program computes, or on the numbers of earlier
+#: draws.
 COMPUTED = {
-    "of another draw": lambda x: torch._standard_gamma(torch.poisson((x.exp() + torch.rand(6)) * 5) + 1) + torch.rand(6),
+    "of another draw": lambda x: (
+        torch._standard_gamma(torch.poisson((x.exp() + torch.rand(6)) * 5) + 1) + torch.rand(6)
+    ),
     "not used": lambda x: (torch.poisson(x.exp()), x + torch.rand(6))[1],
     "of a captured tensor": lambda x: torch.poisson(_rates * 3) + x,
     "of a written tensor": _written,
-    "in a loop": lambda x: functools.reduce(lambda y, _: torch.poisson(y * 2) + torch.rand(6), range(3), x.exp()),
+    "in a loop": lambda x: functools.reduce(
+        lambda y, _: torch.poisson(y * 2) + torch.rand(6), range(3), x.exp()
+    ),
     "rrelu": lambda x: F.rrelu(x, training=True) + torch.rand(6),
 }
 
@@ -163,7 +199,9 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_numbers_that_depend_on_computed_values(name, requires_grad, compiled):
     def way(lib, f):
-        return [call(row + k) for k, row in enumerate(X.clone().requires_grad_(requires_grad).unbind())]
+        return [
+            call(row + k) for k, row in enumerate(X.clone().requires_grad_(requires_grad).unbind())
+        ]
 
     f = COMPUTED[name]
     call = f
@@ -180,15 +218,22 @@ def _of_rrelu(x):
 
 
 def test_rrelu_under_vmap():
-    """torch's vmap has no rule for it: all lanes get the numbers that PyTorch draws for the whole batch."""
+    """torch's vmap has no rule for it: all lanes get the numbers that PyTorch draws for the whole
+    batch.
+    """
     for k in range(2):
         x = (X + k).requires_grad_()
         torch.manual_seed(k)
         expected = torch.autograd.grad(_of_rrelu(x), x)[0], torch.get_rng_state()
         torch.manual_seed(k)
-        assert torch.equal(jit(vmap(grad(_of_rrelu), randomness="different"))(x.detach()), expected[0])
+        assert torch.equal(
+            jit(vmap(grad(_of_rrelu), randomness="different"))(x.detach()), expected[0]
+        )
         assert torch.equal(torch.get_rng_state(), expected[1])
-    for randomness, words in (("error", "called random operation"), ("same", "same randomness with a batched tensor input")):
+    for randomness, words in (
+        ("error", "called random operation"),
+        ("same", "same randomness with a batched tensor input"),
+    ):
         with pytest.raises(RuntimeError, match=words):
             jit(vmap(_of_rrelu, randomness=randomness))(X)
 
@@ -245,7 +290,8 @@ def test_a_generator_of_its_own(compiled):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-#: Draws from a tensor that a custom_jvp of JAX's has computed, whose tracers say of a tensor that no vmap maps that a vmap knows it.
+#: Draws from a tensor that a custom_jvp of JAX's has computed, whose tracers say of a tensor that
+#: no vmap maps that a vmap knows it.
 COMPUTED_OUTSIDE = {
     "normal of a std": lambda t: torch.normal(0.0, t.abs()),
     "normal of a mean": lambda t: torch.normal(t.abs(), 1.0),
@@ -266,17 +312,26 @@ def test_tensors_that_no_vmap_maps(randomness, passed, compiled):
         return lib.vmap(lambda t, _: f(t if passed else X[1]), (None, 0), **randomness)(X[1], X)
 
     for by_value in (False, True):
-        table = {name: f for name, f in COMPUTED_OUTSIDE.items() if (name in (*BY_VALUE, "binomial")) == by_value}
+        table = {
+            name: f
+            for name, f in COMPUTED_OUTSIDE.items()
+            if (name in (*BY_VALUE, "binomial")) == by_value
+        }
         assert_as_in_torch(way, _all_of(table, way), compiled, 1e-5)
 
 
-#: name -> a function of probabilities [4, 5] that draws numbers, perhaps in the order in which the probabilities lie in memory
+#: name -> a function of probabilities [4, 5] that draws numbers, perhaps in the order in which the
+#: probabilities lie in memory
 LAID_OUT = {
     "bernoulli": torch.bernoulli,
     "bernoulli of a number": lambda w: torch.bernoulli(w, 0.4),
     "bernoulli_ of probabilities": lambda w: torch.zeros_like(w).bernoulli_(w),
-    "bernoulli_ of probabilities, contiguous": lambda w: torch.zeros_like(w, memory_format=torch.contiguous_format).bernoulli_(w),
-    "bernoulli_ of probabilities, of a part": lambda w: torch.zeros_like(w)[..., 1:].bernoulli_(w[..., 1:]),
+    "bernoulli_ of probabilities, contiguous": lambda w: torch.zeros_like(
+        w, memory_format=torch.contiguous_format
+    ).bernoulli_(w),
+    "bernoulli_ of probabilities, of a part": lambda w: torch.zeros_like(w)[..., 1:].bernoulli_(
+        w[..., 1:]
+    ),
     "bernoulli_ of a number": lambda w: torch.empty_like(w).bernoulli_(0.4),
     "normal of a mean": lambda w: torch.normal(w, 1.0),
     "normal of a std": lambda w: torch.normal(0.0, w),
@@ -293,7 +348,9 @@ LAID_OUT = {
     "native_dropout": lambda w: torch.native_dropout(w, 0.5, True)[0],
     "attention": lambda w: F.scaled_dot_product_attention(w[None], w[None], w[None], dropout_p=0.5),
     "exponential_": lambda w: torch.empty_like(w).exponential_(),
-    "exponential_, contiguous": lambda w: torch.empty_like(w, memory_format=torch.contiguous_format).exponential_(),
+    "exponential_, contiguous": lambda w: torch.empty_like(
+        w, memory_format=torch.contiguous_format
+    ).exponential_(),
     "uniform_": lambda w: w.clone().uniform_(),
     "cauchy_": lambda w: w.clone().cauchy_(),
     "geometric_": lambda w: w.clone().geometric_(0.3),
@@ -321,15 +378,22 @@ LAYOUTS = {
 }
 #: name -> (library, f, matrix, batch) -> what f draws
 LAID_OUT_WAYS = {
-    "grad": lambda lib, f, w, ws: lib.grad(lambda v: (lambda y: (v.sum(), y))(f(v)), has_aux=True)(w)[1],
+    "grad": lambda lib, f, w, ws: lib.grad(lambda v: (lambda y: (v.sum(), y))(f(v)), has_aux=True)(
+        w
+    )[1],
     "vjp of vjp": lambda lib, f, w, ws: lib.vjp(lambda v: lib.vjp(f, v)[0], w)[0],
     **{
-        f"{randomness}, in_dims={dim}": lambda lib, f, w, ws, dim=dim, randomness=randomness: lib.vmap(f, dim, randomness=randomness)(ws)
-        for dim in (0, 1, -1) for randomness in ("different", "same")
+        f"{randomness}, in_dims={dim}": lambda lib, f, w, ws, dim=dim, randomness=randomness: (
+            lib.vmap(f, dim, randomness=randomness)(ws)
+        )
+        for dim in (0, 1, -1)
+        for randomness in ("different", "same")
     },
     "unmapped": lambda lib, f, w, ws: lib.vmap(lambda v, _: f(v), (None, 0), **DIFFERENT)(w, ws),
-    "nested": lambda lib, f, w, ws: lib.vmap(lib.vmap(f, 1, **DIFFERENT), 2, **DIFFERENT)(ws[..., None] * torch.ones(2)),
-}  # fmt: skip
+    "nested": lambda lib, f, w, ws: lib.vmap(lib.vmap(f, 1, **DIFFERENT), 2, **DIFFERENT)(
+        ws[..., None] * torch.ones(2)
+    ),
+}
 
 
 def _assert_laid_out(name, layout, way, compiled):
@@ -343,13 +407,34 @@ def _assert_laid_out(name, layout, way, compiled):
         run(torch.func, LAID_OUT[name])
     except RuntimeError:  # torch.func refuses it
         return
-    rounded = ("attention", "gumbel", "normal of", "alpha", "feature", "log_normal", "dropout", "_standard", "_sample", "rrelu", "native")
+    rounded = (
+        "attention",
+        "gumbel",
+        "normal of",
+        "alpha",
+        "feature",
+        "log_normal",
+        "dropout",
+        "_standard",
+        "_sample",
+        "rrelu",
+        "native",
+    )
     assert_as_in_torch(run, LAID_OUT[name], compiled, 1e-5 if name.startswith(rounded) else 0.0)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("way", ["grad", "different, in_dims=1"])
-@pytest.mark.parametrize("name", ["multinomial", "native_dropout", "bernoulli_ of probabilities", "exponential_, contiguous", "dropout"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multinomial",
+        "native_dropout",
+        "bernoulli_ of probabilities",
+        "exponential_, contiguous",
+        "dropout",
+    ],
+)
 def test_numbers_lie_as_in_memory(name, way, compiled):
     _assert_laid_out(name, "transposed", way, compiled)
 
@@ -373,11 +458,17 @@ CUBE = torch.arange(120.0).reshape(4, 5, 6)
 
 
 def _fills(x):
-    """Operators whose numbers lie in the order of a lane's memory, which depends on the dimension that is mapped."""
+    """Operators whose numbers lie in the order of a lane's memory, which depends on the dimension
+    that is mapped.
+    """
     drawn = [
-        torch.randn_like(x), torch.rand_like(x.t()), torch.empty_like(x).exponential_(), x.new_empty(4, 5).normal_(), x[1:].normal_(),
+        torch.randn_like(x),
+        torch.rand_like(x.t()),
+        torch.empty_like(x).exponential_(),
+        x.new_empty(4, 5).normal_(),
+        x[1:].normal_(),
         x.uniform_(),
-    ]  # fmt: skip
+    ]
     return torch.cat([t.flatten() for t in drawn])
 
 
@@ -386,18 +477,26 @@ def _fills(x):
 def test_fills_of_lanes_that_are_not_contiguous(randomness, compiled):
     def way(lib, f):
         first = lib.vmap(f, in_dims=2, **randomness)(CUBE.clone())
-        return first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(CUBE[None].repeat(5, 1, 1, 1))
+        return first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(
+            CUBE[None].repeat(5, 1, 1, 1)
+        )
 
     assert_as_in_torch(way, _fills, compiled)
 
 
 def _fills_of_computed(x):
-    """Fills of tensors that operators have computed, which keep the memory order of what is mapped."""
+    """Fills of tensors that operators have computed,
+    which keep the memory order of what is mapped.
+    """
     drawn = [
-        x.sin().normal_(), (x * x).uniform_(), torch.randn_like(x.sin() + 1),
-        torch.empty_like(x.cos()).exponential_(), x.clone().geometric_(0.5),
-        x.clamp(3).random_(), F.dropout(x + x),
-    ]  # fmt: skip
+        x.sin().normal_(),
+        (x * x).uniform_(),
+        torch.randn_like(x.sin() + 1),
+        torch.empty_like(x.cos()).exponential_(),
+        x.clone().geometric_(0.5),
+        x.clamp(3).random_(),
+        F.dropout(x + x),
+    ]
     return torch.cat([t.flatten() for t in drawn])
 
 
@@ -409,7 +508,9 @@ def test_fills_of_computed_tensors(randomness, compiled):
             return f(x), x.sin().bernoulli_(0.3), x.mT.sin().bernoulli_(0.3), x.bernoulli_(0.6)
 
         first = [lib.vmap(also, in_dims=dim, **randomness)(CUBE.clone()) for dim in (0, 1, 2)]
-        return *first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(CUBE[None].repeat(5, 1, 1, 1))
+        return *first, lib.vmap(lib.vmap(f, in_dims=-1, **randomness), in_dims=1, **randomness)(
+            CUBE[None].repeat(5, 1, 1, 1)
+        )
 
     assert_as_in_torch(way, _fills_of_computed, compiled)
 
@@ -434,10 +535,14 @@ def test_states_set_and_values_asked_for_inside(f, ways):
         assert_as_in_torch(WAYS[way], f, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("f", [lambda x: torch.empty(6).uniform_(), lambda x: torch.zeros(6).normal_()])
+@pytest.mark.parametrize(
+    "f", [lambda x: torch.empty(6).uniform_(), lambda x: torch.zeros(6).normal_()]
+)
 def test_what_torchs_vmap_refuses_in_place(f):
     for run in (vmap(f, **DIFFERENT), jit(vmap(f, **DIFFERENT))):
-        with pytest.raises(RuntimeError, match="different inplace randomness on an unbatched tensor"):
+        with pytest.raises(
+            RuntimeError, match="different inplace randomness on an unbatched tensor"
+        ):
             run(X)
 
 
@@ -468,14 +573,20 @@ DISTRIBUTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("way", ["plain", "different", "same", "nested", "different in same", "chunks"])
+@pytest.mark.parametrize(
+    "way", ["plain", "different", "same", "nested", "different in same", "chunks"]
+)
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distributions(name, way, compiled):
     try:
         WAYS[way](torch.func, DISTRIBUTIONS[name])
-    except RuntimeError:  # torch.func refuses it: an autograd.Function without a rule, the same numbers for different probabilities
+    except RuntimeError:
+        # torch.func refuses it: an autograd.Function without a rule, the same numbers for different
+        # probabilities
         if "same" in way and name not in ("Multinomial", "Beta", "Dirichlet"):
-            with pytest.raises(RuntimeError, match=r"same randomness with a batched|different inplace randomness"):
+            with pytest.raises(
+                RuntimeError, match=r"same randomness with a batched|different inplace randomness"
+            ):
                 WAYS[way](torchfunc_jax, DISTRIBUTIONS[name])
         return
     assert_as_in_torch(WAYS[way], DISTRIBUTIONS[name], compiled, 1e-5)
@@ -527,7 +638,9 @@ SCALED = {
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("name", SCALED)
 def test_a_derivative_uses_the_numbers_of_the_value(name, requires_grad, compiled, numbers):
-    """Also what a pullback computes anew, because torch's graph goes on through it; draws in between have numbers of their own."""
+    """Also what a pullback computes anew, because torch's graph goes on through it; draws in
+    between have numbers of their own.
+    """
     f, x = SCALED[name], torch.ones(6, requires_grad=requires_grad)
 
     def derivatives(lib, x):
@@ -540,12 +653,17 @@ def test_a_derivative_uses_the_numbers_of_the_value(name, requires_grad, compile
         found = [(out, pull(x)[0]), (between, torch.rand(6)), lib.grad(loss, has_aux=True)(x)[::-1]]
         if name != "Function":  # it has no jvp
             found.append(lib.jvp(f, (x,), (x,)))
-        if name != "Function" and lib is torchfunc_jax:  # torch.func's draws other numbers for the output than for the derivative
+        # torch.func's draws other numbers for the output than for the derivative
+        if name != "Function" and lib is torchfunc_jax:
             value, push = lib.linearize(f, x)
             found.append((value, push(x)))
         return [(a.detach(), b.detach()) for a, b in found]
 
-    run = jit(lambda x: derivatives(torchfunc_jax, x)) if compiled else lambda x: derivatives(torchfunc_jax, x)
+    run = (
+        jit(lambda x: derivatives(torchfunc_jax, x))
+        if compiled
+        else lambda x: derivatives(torchfunc_jax, x)
+    )
     with random_numbers(numbers):
         torch.manual_seed(3)
         found = run(x)
@@ -560,15 +678,26 @@ def test_a_derivative_uses_the_numbers_of_the_value(name, requires_grad, compile
 
 #: Ways to pull back through a function f at x.
 PULLED = {
-    "mapped": lambda lib, f, x: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(*lib.vjp(f, x)),
-    "differentiated": lambda lib, f, x: (lambda out, pull: (out, lib.grad(lambda c: (pull(c)[0] ** 2).sum())(x)))(*lib.vjp(f, x)),
-    "twice": lambda lib, f, x: (lambda out, pull: (out, pull(x), torch.rand(2), pull(2 * x)))(*lib.vjp(f, x)),
-    "two of them": lambda lib, f, x: (
-        lambda out, pull, other, its: (out, other, its(x), pull(x)))(*lib.vjp(f, x), *lib.vjp(f, x)),
+    "mapped": lambda lib, f, x: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(
+        *lib.vjp(f, x)
+    ),
+    "differentiated": lambda lib, f, x: (
+        lambda out, pull: (out, lib.grad(lambda c: (pull(c)[0] ** 2).sum())(x))
+    )(*lib.vjp(f, x)),
+    "twice": lambda lib, f, x: (lambda out, pull: (out, pull(x), torch.rand(2), pull(2 * x)))(
+        *lib.vjp(f, x)
+    ),
+    "two of them": lambda lib, f, x: (lambda out, pull, other, its: (out, other, its(x), pull(x)))(
+        *lib.vjp(f, x), *lib.vjp(f, x)
+    ),
     "mapped in a vmap": lambda lib, f, x: lib.vmap(
-        lambda a: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(*lib.vjp(f, a)), **DIFFERENT)(torch.stack([x, x * 2])),
-    "vjp of vjp": lambda lib, f, x: (lambda out, pull: (out, pull(x)))(*lib.vjp(lambda a: lib.vjp(f, a)[1](a)[0], x)),
-}  # fmt: skip
+        lambda a: (lambda out, pull: (out, lib.vmap(pull)(torch.eye(6))[0]))(*lib.vjp(f, a)),
+        **DIFFERENT,
+    )(torch.stack([x, x * 2])),
+    "vjp of vjp": lambda lib, f, x: (lambda out, pull: (out, pull(x)))(
+        *lib.vjp(lambda a: lib.vjp(f, a)[1](a)[0], x)
+    ),
+}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -652,7 +781,11 @@ def _trained(lib, steps, compiled=False):
     """The losses of an ensemble of two transformers with dropout, trained by SGD."""
     torch.manual_seed(0)
     models = [_Block() for _ in range(2)]
-    params, _ = stack_module_state(models) if lib is torchfunc_jax else torch.func.stack_module_state(models)
+    params, _ = (
+        stack_module_state(models)
+        if lib is torchfunc_jax
+        else torch.func.stack_module_state(models)
+    )
     params = {k: v.detach() for k, v in params.items()}
     base = models[0]
     call = functional_call if lib is torchfunc_jax else torch.func.functional_call
@@ -671,15 +804,23 @@ def _trained(lib, steps, compiled=False):
     return torch.stack(losses), torch.get_rng_state()
 
 
-@pytest.mark.parametrize(("steps", "compiled"), [(5, False), pytest.param(50, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("steps", "compiled"), [(5, False), pytest.param(50, True, marks=pytest.mark.slow)]
+)
 def test_a_transformer_with_dropout_is_trained_as_by_torch_func(steps, compiled):
-    (losses, state), (theirs, their_state) = _trained(torchfunc_jax, steps, compiled), _trained(torch.func, steps)
+    (losses, state), (theirs, their_state) = (
+        _trained(torchfunc_jax, steps, compiled),
+        _trained(torch.func, steps),
+    )
     torch.testing.assert_close(losses, theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(state, their_state)
 
 
 def test_backward_uses_the_numbers_of_the_forward_pass():
-    for run in (vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT), jit(vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT))):
+    for run in (
+        vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT),
+        jit(vmap(lambda a: F.dropout(a, 0.5), **DIFFERENT)),
+    ):
         x = torch.ones(3, 50, requires_grad=True)
         y = run(x)
         (g,) = torch.autograd.grad(y.sum(), x)
@@ -705,14 +846,18 @@ def _of_gamma(a):
 
 
 def test_the_gradient_of_gamma_numbers_is_the_implicit_one():
-    """The derivative of a number by its shape, at the number itself: torch.func's float32 kernel is off by 1e-4 of it."""
+    """The derivative of a number by its shape, at the number itself: torch.func's float32 kernel is
+    off by 1e-4 of it.
+    """
     x = torch.linspace(-2, 3, 12).reshape(3, 4)
     torch.manual_seed(0)
     found, samples = jit(vmap(grad(_of_gamma, has_aux=True), **DIFFERENT))(x)
     shape, at, step = x.double().exp(), samples.double(), 1e-5
     below, above = (torch.special.gammainc(shape + k * step, at) for k in (-1, 1))
     density = (shape.sub(1) * at.log() - at - torch.lgamma(shape)).exp()
-    torch.testing.assert_close(found.double(), (below - above) / (2 * step) / density * shape, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found.double(), (below - above) / (2 * step) / density * shape, rtol=2e-5, atol=1e-7
+    )
 
 
 def test_the_gradient_of_gamma_numbers_without_jit_is_torch_funcs():
@@ -720,35 +865,60 @@ def test_the_gradient_of_gamma_numbers_without_jit_is_torch_funcs():
     found = []
     for T in (torchfunc_jax, torch.func):
         torch.manual_seed(0)
-        found.append((T.vmap(T.grad(_of_gamma, has_aux=True), **DIFFERENT)(torch.linspace(-2, 3, 12).reshape(3, 4)), torch.get_rng_state()))
+        found.append(
+            (
+                T.vmap(T.grad(_of_gamma, has_aux=True), **DIFFERENT)(
+                    torch.linspace(-2, 3, 12).reshape(3, 4)
+                ),
+                torch.get_rng_state(),
+            )
+        )
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 MOMENTS = {
     "ContinuousBernoulli": lambda x: distributions.ContinuousBernoulli(logits=x).variance,
     "LogisticNormal": lambda x: distributions.LogisticNormal(x[:3], x[3:].exp()).log_prob(
-        torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype)),
+        torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype)
+    ),
     "Categorical": lambda x: distributions.Categorical(logits=x).entropy(),
     "MultivariateNormal": lambda x: distributions.MultivariateNormal(
-        x, torch.outer(x, x) + torch.eye(6, dtype=x.dtype), validate_args=False).log_prob(x.sin()),
+        x, torch.outer(x, x) + torch.eye(6, dtype=x.dtype), validate_args=False
+    ).log_prob(x.sin()),
     "MixtureSameFamily": lambda x: distributions.MixtureSameFamily(
-        distributions.Categorical(logits=x), distributions.Normal(x, x.exp())).log_prob(x[0]),
-    "Dirichlet": lambda x: distributions.kl_divergence(distributions.Dirichlet(x.exp()), distributions.Dirichlet(x.cos() + 2)),
-    "Wishart": lambda x: distributions.Wishart(
-        torch.tensor(8.0, dtype=x.dtype), torch.outer(x, x) + torch.eye(6, dtype=x.dtype), validate_args=False).variance,
-}  # fmt: skip
+        distributions.Categorical(logits=x), distributions.Normal(x, x.exp())
+    ).log_prob(x[0]),
+    "Dirichlet": lambda x: distributions.kl_divergence(
+        distributions.Dirichlet(x.exp()), distributions.Dirichlet(x.cos() + 2)
+    ),
+    "Wishart": lambda x: (
+        distributions.Wishart(
+            torch.tensor(8.0, dtype=x.dtype),
+            torch.outer(x, x) + torch.eye(6, dtype=x.dtype),
+            validate_args=False,
+        ).variance
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOMENTS)
 def test_moments_and_densities_of_distributions_under_vmap(name):
-    """In float64, so that rounding where PyTorch's formula takes a small difference of large numbers is no difference."""
-    for way in (lambda lib, f: lib.vmap(f)(X.double()), lambda lib, f: lib.vmap(lib.grad(lambda a: f(a).sum()))(X.double())):
+    """In float64, so that rounding where PyTorch's formula takes a small difference of large
+    numbers is no difference.
+    """
+    for way in (
+        lambda lib, f: lib.vmap(f)(X.double()),
+        lambda lib, f: lib.vmap(lib.grad(lambda a: f(a).sum()))(X.double()),
+    ):
         expected = way(torch.func, MOMENTS[name])
-        torch.testing.assert_close(way(torchfunc_jax, MOMENTS[name]), expected, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(
+            way(torchfunc_jax, MOMENTS[name]), expected, rtol=1e-7, atol=1e-9
+        )
 
 
-# A value of a tensor that depends on random numbers, which Python asks for before the call's program runs.
+# A value of a tensor that depends on random numbers, which Python asks for before the call's
+# program runs.
 ASKED = {
     "item": lambda y: y.sum().item(),
     "condition": lambda y: bool(y.sum() > 0),
@@ -773,7 +943,9 @@ ASKING = {
 @pytest.mark.parametrize("written", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("way", ASKING)
-def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs_once(way, asked, written):
+def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs_once(
+    way, asked, written
+):
     def calls(lib, seen):
         outs = []
 

@@ -1,4 +1,7 @@
-"""Random operators inside transforms: the three kinds of randomness, seeds, generators, and the distributions themselves."""
+"""Random operators inside transforms: the three kinds of randomness, seeds, generators, and the
+distributions themselves.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -43,7 +46,9 @@ OPERATORS = {
     "Uniform.rsample": lambda x: torch.distributions.Uniform(torch.zeros(6), 1.0).rsample(),
     "Gamma.sample": lambda x: torch.distributions.Gamma(torch.ones(6), torch.ones(6)).sample(),
     "Dirichlet.rsample": lambda x: torch.distributions.Dirichlet(torch.ones(6)).rsample(),
-    "Categorical.sample": lambda x: torch.distributions.Categorical(torch.ones(64)).sample((8,)).float(),
+    "Categorical.sample": lambda x: (
+        torch.distributions.Categorical(torch.ones(64)).sample((8,)).float()
+    ),
     "lstm_dropout": lambda x: _lstm(torch.ones(3, 1, 4))[0],
 }
 _lstm = nn.LSTM(4, 16, num_layers=2, dropout=0.5).requires_grad_(False)
@@ -80,13 +85,26 @@ def test_a_seed_repeats_a_run_and_calls_differ(name):
 def test_same_draws_the_same_in_every_chunk():
     noise = vmap(lambda a: a + torch.rand(()), randomness="same", chunk_size=2)
     assert all_equal(noise(torch.zeros(5)))
-    assert all_equal(chunk_vmap(lambda a: a + torch.rand(()), randomness="same", chunks=3)(torch.zeros(5)))
-    assert len(set(vmap(lambda a: a + torch.rand(()), randomness="different", chunk_size=2)(torch.zeros(5)).tolist())) == 5
+    assert all_equal(
+        chunk_vmap(lambda a: a + torch.rand(()), randomness="same", chunks=3)(torch.zeros(5))
+    )
+    assert (
+        len(
+            set(
+                vmap(lambda a: a + torch.rand(()), randomness="different", chunk_size=2)(
+                    torch.zeros(5)
+                ).tolist()
+            )
+        )
+        == 5
+    )
 
 
 def test_nested_kinds():
     def draw(outer, inner):
-        return vmap(vmap(lambda a: a + torch.rand(()), randomness=inner), randomness=outer)(torch.zeros(3, 4))
+        return vmap(vmap(lambda a: a + torch.rand(()), randomness=inner), randomness=outer)(
+            torch.zeros(3, 4)
+        )
 
     assert len(set(draw("different", "different").flatten().tolist())) == 12
     mixed = draw("different", "same")
@@ -150,17 +168,38 @@ LAWS = {
     "normal": (lambda: torch.randn(N), scipy.stats.norm()),
     "exponential": (lambda: torch.empty(N).exponential_(2.0), scipy.stats.expon(scale=0.5)),
     "cauchy": (lambda: torch.empty(N).cauchy_(1.0, 2.0), scipy.stats.cauchy(1.0, 2.0)),
-    "log_normal": (lambda: torch.empty(N).log_normal_(0.5, 0.25), scipy.stats.lognorm(0.25, scale=torch.tensor(0.5).exp().item())),
-    "gamma": (lambda: torch.distributions.Gamma(torch.full((N,), 2.5), 1.0).sample(), scipy.stats.gamma(2.5)),
-    "beta": (lambda: torch.distributions.Beta(torch.full((N,), 2.0), torch.full((N,), 3.0)).sample(), scipy.stats.beta(2, 3)),
-    "student": (lambda: torch.distributions.StudentT(torch.full((N,), 5.0)).sample(), scipy.stats.t(5)),
-    "gumbel": (lambda: torch.distributions.Gumbel(torch.zeros(N), torch.ones(N)).sample(), scipy.stats.gumbel_r()),
-    "laplace": (lambda: torch.distributions.Laplace(torch.zeros(N), torch.ones(N)).sample(), scipy.stats.laplace()),
+    "log_normal": (
+        lambda: torch.empty(N).log_normal_(0.5, 0.25),
+        scipy.stats.lognorm(0.25, scale=torch.tensor(0.5).exp().item()),
+    ),
+    "gamma": (
+        lambda: torch.distributions.Gamma(torch.full((N,), 2.5), 1.0).sample(),
+        scipy.stats.gamma(2.5),
+    ),
+    "beta": (
+        lambda: torch.distributions.Beta(torch.full((N,), 2.0), torch.full((N,), 3.0)).sample(),
+        scipy.stats.beta(2, 3),
+    ),
+    "student": (
+        lambda: torch.distributions.StudentT(torch.full((N,), 5.0)).sample(),
+        scipy.stats.t(5),
+    ),
+    "gumbel": (
+        lambda: torch.distributions.Gumbel(torch.zeros(N), torch.ones(N)).sample(),
+        scipy.stats.gumbel_r(),
+    ),
+    "laplace": (
+        lambda: torch.distributions.Laplace(torch.zeros(N), torch.ones(N)).sample(),
+        scipy.stats.laplace(),
+    ),
 }
 COUNTS = {
     "bernoulli": (lambda: torch.bernoulli(torch.full((N,), 0.3)), scipy.stats.bernoulli(0.3)),
     "poisson": (lambda: torch.poisson(torch.full((N,), 4.0)), scipy.stats.poisson(4)),
-    "binomial": (lambda: torch.binomial(torch.full((N,), 12.0), torch.full((N,), 0.4)), scipy.stats.binom(12, 0.4)),
+    "binomial": (
+        lambda: torch.binomial(torch.full((N,), 12.0), torch.full((N,), 0.4)),
+        scipy.stats.binom(12, 0.4),
+    ),
     "geometric": (lambda: torch.empty(N).geometric_(0.2), scipy.stats.geom(0.2)),
     "randint": (lambda: torch.randint(3, 17, (N,)).float(), scipy.stats.randint(3, 17)),
     "dropout": (lambda: (F.dropout(torch.ones(N), 0.25) > 0).float(), scipy.stats.bernoulli(0.75)),
@@ -189,7 +228,9 @@ def test_discrete_law(name):
 
 def test_dropout_scales_what_it_keeps_and_its_gradient_uses_the_same_mask():
     torch.manual_seed(0)
-    g, y = vmap(lambda a: (lambda out: (out.grad_mask, out.value))(_Dropped(a)), randomness="different")(torch.ones(3, 50))
+    g, y = vmap(
+        lambda a: (lambda out: (out.grad_mask, out.value))(_Dropped(a)), randomness="different"
+    )(torch.ones(3, 50))
     assert torch.equal(g, y)
     assert set(y.flatten().tolist()) == {0.0, 2.0}
 

@@ -1,4 +1,7 @@
-"""Containers of tensors that are no nodes of trees and that torch.func.vmap maps, because their library has taught it to."""
+"""Containers of tensors that are no nodes of trees and that torch.func.vmap maps, because their
+library has taught it to.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -33,18 +36,26 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     process, create = torchs._process_batched_inputs, torchs._create_batched_inputs
 
     def opened(args: Any) -> Any:
-        return pytree.tree_map(lambda x: dict(x.named_parameters()) if isinstance(x, Weights) else x, args)
+        return pytree.tree_map(
+            lambda x: dict(x.named_parameters()) if isinstance(x, Weights) else x, args
+        )
 
     def processed(in_dims: Any, args: Any, func: Any) -> Any:
         flat, spec = pytree.tree_flatten(args)
         dims = torchs._broadcast_to_and_flatten(in_dims, spec)
         given = zip(flat, dims, strict=True)
-        (size, *_), *_ = [x.shape if not isinstance(x, Weights) else next(x.parameters()).shape for x, d in given if d is not None]
+        (size, *_), *_ = [
+            x.shape if not isinstance(x, Weights) else next(x.parameters()).shape
+            for x, d in given
+            if d is not None
+        ]
         return size, dims, flat, spec
 
     def created(dims: Any, flat: Any, level: int, spec: Any) -> Any:
         lanes = [
-            pytree.tree_map(lambda t, d=d: t if d is None else torchs._add_batch_dim(t, d, level), opened(x))
+            pytree.tree_map(
+                lambda t, d=d: t if d is None else torchs._add_batch_dim(t, d, level), opened(x)
+            )
             for x, d in zip(flat, dims, strict=True)
         ]
         return pytree.tree_unflatten(lanes, spec)
@@ -60,7 +71,9 @@ def _model(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _weights() -> Weights:
-    return Weights(w=torch.linspace(-1, 2, 18).reshape(3, 3, 2), b=torch.linspace(0, 1, 6).reshape(3, 2))
+    return Weights(
+        w=torch.linspace(-1, 2, 18).reshape(3, 3, 2), b=torch.linspace(0, 1, 6).reshape(3, 2)
+    )
 
 
 def _trained(F: Any) -> Any:
@@ -73,9 +86,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "vmap": lambda F: F.vmap(_model, (0, None))(_weights(), X),
     "every argument": lambda F: F.vmap(_model)(_weights(), ROWS),
     "in a tuple": lambda F: F.vmap(lambda both: _model(*both), ((0, None),))((_weights(), X)),
-    "beside a dict": lambda F: F.vmap(lambda p, q: _model(p, q["x"]), (0, {"x": 1}))(_weights(), {"x": ROWS.movedim(0, 1)}),
+    "beside a dict": lambda F: F.vmap(lambda p, q: _model(p, q["x"]), (0, {"x": 1}))(
+        _weights(), {"x": ROWS.movedim(0, 1)}
+    ),
     "vmap of vmap": lambda F: F.vmap(lambda x: F.vmap(_model, (0, None))(_weights(), x))(X),
-    "vmap of grad": lambda F: F.vmap(F.grad(lambda p, x: _model(p, x).sum()), (0, None))(_weights(), X),
+    "vmap of grad": lambda F: F.vmap(F.grad(lambda p, x: _model(p, x).sum()), (0, None))(
+        _weights(), X
+    ),
     "backward": _trained,
 }
 
@@ -111,6 +128,10 @@ def test_critics_of_tensordict(way: str) -> None:
         step = lambda x: F.vmap(call, (0, None))(params, x)
         values = jit(step)(X) if how == "jit" else step(X)
         values.min(0).values.square().sum().backward()
-        return values, [p.grad.clone() for p in params.parameters()], F.vmap(call, (0, None))(params.data, X)
+        return (
+            values,
+            [p.grad.clone() for p in params.parameters()],
+            F.vmap(call, (0, None))(params.data, X),
+        )
 
     same(trained(torchfunc_jax, way), trained(torch.func, "recorded"))

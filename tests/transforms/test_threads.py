@@ -1,4 +1,5 @@
 """Eight threads calling different transforms, jitted and not, at once."""
+
 from __future__ import annotations
 
 import logging
@@ -48,7 +49,9 @@ WORK: list[Callable[[Any, torch.Tensor, nn.Module], Any]] = [
     lambda T, x, m: T.jacrev(lambda a: a[0].exp())(x),
     lambda T, x, m: T.vmap(T.grad(lambda a: a.sin().prod()))(x),
     lambda T, x, m: T.jvp(lambda a: a.cumsum(0), (x,), (x,)),
-    lambda T, x, m: T.vmap(lambda a: T.functional_call(m, {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, (a,)))(x),
+    lambda T, x, m: T.vmap(
+        lambda a: T.functional_call(m, {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}, (a,))
+    )(x),
     lambda T, x, m: T.hessian(lambda a: (a[0] ** 3).sum())(x),
     lambda T, x, m: T.vjp(lambda a: a.softmax(-1), x)[1](x),
 ]
@@ -137,8 +140,12 @@ def _refuse(lowered: Any) -> Any:
 
 
 @pytest.mark.parametrize("calls", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_second_compilations_that_fail(calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Calls go on with the first compilations, the thread with the next ones, and the log says it once."""
+def test_second_compilations_that_fail(
+    calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls go on with the first compilations, the thread with the next ones, and the log says it
+    once.
+    """
     lost: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lost.append)
     monkeypatch.setattr(process, "logged", {})
@@ -151,7 +158,12 @@ def test_second_compilations_that_fail(calls: int, monkeypatch: pytest.MonkeyPat
         for r in range(calls):
             x = torch.randn(1 + (n * 3 + r) % (calls // 10), 4)
             if (n + r) % 3:
-                same(torchfunc_jax.vmap(torchfunc_jax.grad(lambda a: (a.sin() * w.detach()).sum()))(x), x.cos() * w.detach())
+                same(
+                    torchfunc_jax.vmap(torchfunc_jax.grad(lambda a: (a.sin() * w.detach()).sum()))(
+                        x
+                    ),
+                    x.cos() * w.detach(),
+                )
             else:
                 out = torchfunc_jax.vmap(lambda a: a.sin() * w)(x)
                 same(torch.autograd.grad(out.sum(), w)[0], x.sin().sum(0), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,7 @@
-"""TorchScript functions, methods and traced modules inside transforms, against the same Python code; and torch.jit.trace of transforms."""
+"""TorchScript functions, methods and traced modules inside transforms, against the same Python
+code; and torch.jit.trace of transforms.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -11,7 +14,9 @@ from torch import nn
 
 import torchfunc_jax as tf
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning"
+)
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 WAYS: dict[str, Callable[..., Any]] = {
@@ -62,7 +67,12 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last, self.times = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3), 3
+        self.first, self.norm, self.last, self.times = (
+            nn.Linear(4, 5),
+            nn.LayerNorm(5),
+            nn.Linear(5, 3),
+            3,
+        )
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return self.last(self.norm(torch.tanh(self.first(x)) * scale * self.times))
@@ -80,20 +90,33 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "a nested call": (lambda: torch.jit.script(nested), lambda s: lambda x: s(x)),
     "a traced function": (lambda: torch.jit.trace(products, X[0]), lambda s: lambda x: s(x)),
     "a module": (lambda: torch.jit.script(copy.deepcopy(NET)), lambda s: lambda x: s(x, scale=0.5)),
-    "a traced module": (lambda: torch.jit.trace(copy.deepcopy(NET), X[0]), lambda s: lambda x: s(x)),
+    "a traced module": (
+        lambda: torch.jit.trace(copy.deepcopy(NET), X[0]),
+        lambda s: lambda x: s(x),
+    ),
     "a part of a module": (
-        lambda: nn.Sequential(torch.jit.script(copy.deepcopy(NET)), nn.Tanh()), lambda s: lambda x: s(x)
+        lambda: nn.Sequential(torch.jit.script(copy.deepcopy(NET)), nn.Tanh()),
+        lambda s: lambda x: s(x),
     ),
 }
 PLAIN: dict[str, Any] = {
-    "a function": products, "by keyword": products, "with branches": branch, "with writes": written, "a list": listed,
-    "a nested call": nested, "a traced function": products, "a module": NET, "a traced module": NET,
+    "a function": products,
+    "by keyword": products,
+    "with branches": branch,
+    "with writes": written,
+    "a list": listed,
+    "a nested call": nested,
+    "a traced function": products,
+    "a module": NET,
+    "a traced module": NET,
     "a part of a module": nn.Sequential(NET, nn.Tanh()),
 }
 
 
 def check(case: str, way: str, jitted: bool, used: int = 0) -> None:
-    """Compare with torch.func on the Python code; used: how often the scripted object has been called before, outside of transforms."""
+    """Compare with torch.func on the Python code; used: how often the scripted object has been
+    called before, outside of transforms.
+    """
     make, use = CASES[case]
     scripted = make()
     for _ in range(used):
@@ -102,7 +125,9 @@ def check(case: str, way: str, jitted: bool, used: int = 0) -> None:
     if jitted:
         function = tf.jit(function)
     for x in (X, 2 * X, X + 0.1):
-        torch.testing.assert_close(function(x), TRUE[way](use(PLAIN[case]))(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            function(x), TRUE[way](use(PLAIN[case]))(x), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.thin(8)
@@ -115,7 +140,9 @@ def test_it_computes_what_python_does(case: str, way: str, jitted: bool) -> None
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 @pytest.mark.parametrize("case", CASES)
-def test_what_pytorch_has_optimized_for_earlier_calls_has_derivatives_too(case: str, jitted: bool) -> None:
+def test_what_pytorch_has_optimized_for_earlier_calls_has_derivatives_too(
+    case: str, jitted: bool
+) -> None:
     check(case, "vmap of grad", jitted, used=4)
 
 
@@ -132,12 +159,23 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 @pytest.mark.parametrize("way", ["grad", "vmap of grad", "hessian"])
 @pytest.mark.parametrize("of", ["functions", "a module"])
-def test_what_a_script_calls_may_have_been_optimized_before(of: str, way: str, jitted: bool) -> None:
+def test_what_a_script_calls_may_have_been_optimized_before(
+    of: str, way: str, jitted: bool
+) -> None:
     x = X[0].clone().requires_grad_()
     inner = torch.jit.script(copy.deepcopy(NET))
     for _ in range(4):
-        torch.jit.script(products)(x, 0.5), torch.jit.script(products)(x), torch.jit.script(branch)(x, True), inner(x)
-    script, plain = (torch.jit.script(nested), nested) if of == "functions" else (torch.jit.script(Outer(inner)), Outer(NET))
+        (
+            torch.jit.script(products)(x, 0.5),
+            torch.jit.script(products)(x),
+            torch.jit.script(branch)(x, True),
+            inner(x),
+        )
+    script, plain = (
+        (torch.jit.script(nested), nested)
+        if of == "functions"
+        else (torch.jit.script(Outer(inner)), Outer(NET))
+    )
     function = WAYS[way](script)
     function = tf.jit(function) if jitted else function
     for given in (X, 2 * X):
@@ -146,7 +184,9 @@ def test_what_a_script_calls_may_have_been_optimized_before(of: str, way: str, j
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["un-jitted", "jitted"])
 def test_the_parameters_of_a_scripted_module_are_read_at_each_call(jitted: bool) -> None:
-    """The truth is the Python code: what PyTorch has optimized for calls of the script itself may not run inside its vmap."""
+    """The truth is the Python code: what PyTorch has optimized for calls of the script itself may
+    not run inside its vmap.
+    """
     net, plain = torch.jit.script(copy.deepcopy(NET)), copy.deepcopy(NET)
     function = tf.vmap(lambda x: net(x))
     if jitted:
@@ -216,7 +256,10 @@ def test_dropout_draws_torchs_numbers(jitted: bool) -> None:
 def test_a_call_that_torchscript_refuses_raises_its_error() -> None:
     scripted = torch.jit.script(products)
     wrong: list[Callable[[torch.Tensor], Any]] = [
-        lambda x: scripted(), lambda x: scripted(x, 1.0, 2, 3), lambda x: scripted(x, unknown=1), lambda x: scripted(x, x=x)
+        lambda x: scripted(),
+        lambda x: scripted(x, 1.0, 2, 3),
+        lambda x: scripted(x, unknown=1),
+        lambda x: scripted(x, x=x),
     ]
     for function in wrong:
         with pytest.raises(RuntimeError) as there:
@@ -225,7 +268,10 @@ def test_a_call_that_torchscript_refuses_raises_its_error() -> None:
             tf.vmap(function)(X)
         assert str(here.value) == str(there.value)
     for function in (tf.vmap(lambda x: scripted("x")), tf.jit(lambda x: scripted("x"))):
-        with pytest.raises(RuntimeError, match=r"products\(\) Expected a value of type 'Tensor' for argument 'x' but .* 'str'"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"products\(\) Expected a value of type 'Tensor' for argument 'x' but .* 'str'",
+        ):
             function(X)
 
 

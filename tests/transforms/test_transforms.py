@@ -1,4 +1,7 @@
-"""Every transform beside torch.func's: one table of cases, each run under torch.func, under ours, and under ours compiled."""
+"""Every transform beside torch.func's: one table of cases, each run under torch.func, under ours,
+and under ours compiled.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -47,7 +50,7 @@ def linear(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-# -- arguments that require grad, and arguments without leaves ---------------------------------------------------------------------
+# -- arguments that require grad, and arguments without leaves -------------------------------------
 def requires_grad(*shape: int) -> Any:
     return lambda: torch.randn(shape, requires_grad=True)
 
@@ -64,7 +67,9 @@ def vmap_jvp_of_a_constant_slope(T):
 
 @table((3,))
 def grad_by_the_parameters_of_a_module_without_any(T):
-    return lambda x: T.grad_and_value(lambda p, x: T.functional_call(nn.Tanh(), p, (x,)).sum())(dict(nn.Tanh().named_parameters()), x)
+    return lambda x: T.grad_and_value(lambda p, x: T.functional_call(nn.Tanh(), p, (x,)).sum())(
+        dict(nn.Tanh().named_parameters()), x
+    )
 
 
 @table((3,))
@@ -72,7 +77,7 @@ def vjp_without_primals(T):
     return lambda x: T.vjp(lambda: x.sin())[0]
 
 
-# -- vmap -----------------------------------------------------------------------------------------------------------------------
+# -- vmap ------------------------------------------------------------------------------------------
 @table((3, 4), (3, 4))
 def vmap_dot(T):
     return T.vmap(torch.dot)
@@ -151,12 +156,16 @@ def vmap_returns_ordered_dict(T):
 
 @table((2, 3), (3,))
 def vmap_dict_input(T):
-    return lambda x, y: T.vmap(lambda d: torch.dot(d["x"], d["y"]), in_dims=({"x": 0, "y": None},))({"x": x, "y": y})
+    return lambda x, y: T.vmap(lambda d: torch.dot(d["x"], d["y"]), in_dims=({"x": 0, "y": None},))(
+        {"x": x, "y": y}
+    )
 
 
 @table((2, 3), (2, 4))
 def vmap_nested_structures(T):
-    return lambda x, y: T.vmap(lambda d, s: d["p"].x * s[0] + d["p"].y.sum())({"p": Point(x, y)}, [x])
+    return lambda x, y: T.vmap(lambda d, s: d["p"].x * s[0] + d["p"].y.sum())(
+        {"p": Point(x, y)}, [x]
+    )
 
 
 @table((2, 3))
@@ -166,17 +175,23 @@ def vmap_namedtuple_in_dims(T):
 
 @table((2, 3), (2, 3))
 def vmap_dataclass(T):
-    return lambda x, v: T.vmap(lambda s: State(s.position + s.velocity, s.velocity * 2))(State(x, v))
+    return lambda x, v: T.vmap(lambda s: State(s.position + s.velocity, s.velocity * 2))(
+        State(x, v)
+    )
 
 
 @table((2, 3))
 def vmap_none_argument(T):
-    return lambda x: T.vmap(lambda a, nothing: a + 1 if nothing is None else a, in_dims=(0, None))(x, None)
+    return lambda x: T.vmap(lambda a, nothing: a + 1 if nothing is None else a, in_dims=(0, None))(
+        x, None
+    )
 
 
 @table((2, 3))
 def vmap_python_argument(T):
-    return lambda x: T.vmap(lambda a, n, flag: a * n if flag else a, in_dims=(0, None, None))(x, 3, True)
+    return lambda x: T.vmap(lambda a, n, flag: a * n if flag else a, in_dims=(0, None, None))(
+        x, 3, True
+    )
 
 
 @table((2, 3), (3,))
@@ -233,7 +248,11 @@ def vmap_lanes_of_33_dimensions(T):
 
 @table((2, 3), (3, 2))
 def vmap_dims_with_keys_in_another_order(T):
-    fn = T.vmap(lambda z: {"p": z["x"] + z["y"], "q": z["x"]}, in_dims=({"y": 0, "x": 0},), out_dims={"q": 1, "p": 1})
+    fn = T.vmap(
+        lambda z: {"p": z["x"] + z["y"], "q": z["x"]},
+        in_dims=({"y": 0, "x": 0},),
+        out_dims={"q": 1, "p": 1},
+    )
     return lambda x, y: fn({"x": x, "y": y.mT})
 
 
@@ -274,7 +293,7 @@ def vmap_conv(T):
     return T.vmap(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)))
 
 
-# -- grad -----------------------------------------------------------------------------------------------------------------------
+# -- grad ------------------------------------------------------------------------------------------
 @table((4,))
 def grad_sum_of_sines(T):
     return T.grad(lambda x: x.sin().sum())
@@ -312,7 +331,9 @@ def grad_argnums_out_of_order(T):
 
 @table((3,), (2, 3))
 def grad_tree(T):
-    return lambda x, y: T.grad(lambda d: (d["a"] * d["b"][0]).sum() + d["b"][1].x.sum())({"a": x, "b": (y, Point(x, x * 2))})
+    return lambda x, y: T.grad(lambda d: (d["a"] * d["b"][0]).sum() + d["b"][1].x.sum())(
+        {"a": x, "b": (y, Point(x, x * 2))}
+    )
 
 
 @table((3,), (3,))
@@ -327,7 +348,9 @@ def grad_has_aux(T):
 
 @table((3,), (3,))
 def grad_has_aux_tree_argnums(T):
-    return T.grad(lambda x, y: ((x * y).sum(), {"a": (x + y, [y.sum()])}), argnums=(0, 1), has_aux=True)
+    return T.grad(
+        lambda x, y: ((x * y).sum(), {"a": (x + y, [y.sum()])}), argnums=(0, 1), has_aux=True
+    )
 
 
 @table((3,), (3,))
@@ -413,7 +436,9 @@ def grad_in_place(T):
 
 @table((3,))
 def grad_keyword_arguments(T):
-    return lambda x: T.grad(lambda a, *, power, scale: (a**power * scale).sum())(x, power=3, scale=x)
+    return lambda x: T.grad(lambda a, *, power, scale: (a**power * scale).sum())(
+        x, power=3, scale=x
+    )
 
 
 @table(double(3))
@@ -454,7 +479,7 @@ def per_sample_gradients(T):
     return lambda x: T.vmap(T.grad(loss), in_dims=(None, 0))(parameters, x)
 
 
-# -- vjp ------------------------------------------------------------------------------------------------------------------------
+# -- vjp -------------------------------------------------------------------------------------------
 @table((3,), (3,))
 def vjp_one(T):
     def fn(x, ct):
@@ -469,7 +494,13 @@ def vjp_cotangents_of_other_dtypes(T):
     def f(x):
         _, pull = T.vjp(torch.sin, x)
         inside = T.vmap(lambda c: pull(c.double() * 2))(torch.stack([x.detach(), -x.detach()]))
-        return pull(x.detach().double()), pull(torch.arange(3)), pull(x.detach() > 0), pull(x.detach().bfloat16()), inside
+        return (
+            pull(x.detach().double()),
+            pull(torch.arange(3)),
+            pull(x.detach() > 0),
+            pull(x.detach().bfloat16()),
+            inside,
+        )
 
     return f
 
@@ -486,7 +517,10 @@ def vjp_two_primals(T):
 @table((3,))
 def vjp_trees(T):
     def fn(x):
-        out, pull = T.vjp(lambda d: {"s": d["a"].sin(), "t": [d["b"] * d["a"], d["a"].sum()]}, {"a": x, "b": x * 2})
+        out, pull = T.vjp(
+            lambda d: {"s": d["a"].sin(), "t": [d["b"] * d["a"], d["a"].sum()]},
+            {"a": x, "b": x * 2},
+        )
         return out, pull({"s": x, "t": [x + 1, x.sum()]})
 
     return fn
@@ -519,7 +553,7 @@ def vjp_inside_grad(T):
     return T.grad(fn)
 
 
-# -- jvp, linearize ---------------------------------------------------------------------------------------------------------------
+# -- jvp, linearize --------------------------------------------------------------------------------
 @table((3,), (3,))
 def jvp_one(T):
     return lambda x, t: T.jvp(torch.sin, (x,), (t,))
@@ -532,12 +566,16 @@ def jvp_two(T):
 
 @table((3,), (3,))
 def jvp_trees_and_aux(T):
-    return lambda x, t: T.jvp(lambda d: ({"o": d["a"] * 2}, [d["a"]]), ({"a": x},), ({"a": t},), has_aux=True)
+    return lambda x, t: T.jvp(
+        lambda d: ({"o": d["a"] * 2}, [d["a"]]), ({"a": x},), ({"a": t},), has_aux=True
+    )
 
 
 @table((3,))
 def jvp_of_jvp(T):
-    return lambda x: T.jvp(lambda y: T.jvp(lambda z: z**3, (y,), (y,))[1], (x,), (torch.ones_like(x),))
+    return lambda x: T.jvp(
+        lambda y: T.jvp(lambda z: z**3, (y,), (y,))[1], (x,), (torch.ones_like(x),)
+    )
 
 
 @table((3,))
@@ -562,10 +600,20 @@ def jvp_tangents_of_narrower_dtypes(T):
         written = x.clone()
         narrow = t.float()
         doubled = T.jvp(lambda a: a.mul_(2).sin(), (written,), (narrow,))
-        inside = T.vmap(lambda a, b: T.grad(lambda c: T.jvp(lambda d: d**3, (a,), (c,))[1])(b))(x, t.bfloat16())
+        inside = T.vmap(lambda a, b: T.grad(lambda c: T.jvp(lambda d: d**3, (a,), (c,))[1])(b))(
+            x, t.bfloat16()
+        )
         nested = T.jvp(lambda a: T.jvp(torch.sin, (a,), (t.half(),))[1], (x,), (t.float(),))
         complex_ = T.jvp(torch.exp, (z,), (t,)), T.jvp(torch.exp, (z,), (z.to(torch.complex64),))
-        return T.jvp(torch.sin, (x,), (t.float(),)), complex_, doubled, written, narrow, inside, nested
+        return (
+            T.jvp(torch.sin, (x,), (t.float(),)),
+            complex_,
+            doubled,
+            written,
+            narrow,
+            inside,
+            nested,
+        )
 
     return f
 
@@ -605,13 +653,15 @@ def linearize_under_vmap(T):
 @table((3,))
 def linearize_integer_outputs(T):
     def fn(x):
-        out, push = T.linearize(lambda a: {"sorted": a.sort(), "largest": a.max(0), "positive": a > 0}, x)
+        out, push = T.linearize(
+            lambda a: {"sorted": a.sort(), "largest": a.max(0), "positive": a > 0}, x
+        )
         return out, push(x), push(x * 2), T.vmap(push)(torch.stack([x, x * 2]))
 
     return fn
 
 
-# -- jacrev, jacfwd, hessian --------------------------------------------------------------------------------------------------------
+# -- jacrev, jacfwd, hessian -----------------------------------------------------------------------
 def _jacobians(name: str, transform: Any) -> None:
     def build(suffix: str, make: Any, *arguments: Any) -> None:
         make.__name__ = f"{name}_{suffix}"
@@ -622,17 +672,40 @@ def _jacobians(name: str, transform: Any) -> None:
     build("scalar_output", lambda T: transform(T)(lambda x: x.prod()), (3,))
     build("scalar_input", lambda T: transform(T)(lambda x: torch.stack([x, x**2])), ())
     build("argnums", lambda T: transform(T)(lambda x, y: x * y**2, argnums=1), (3,), (3,))
-    build("argnums_tuple", lambda T: transform(T)(lambda x, y: x[:, None] * y**2, argnums=(0, 1)), (3,), (2,))
-    build("output_tree", lambda T: transform(T)(lambda x: {"a": x.sin(), "b": (x.sum(), x[None])}), (3,))
-    build("input_tree", lambda T: lambda x, y: transform(T)(lambda d: d["a"] * d["b"][0].sum())({"a": x, "b": [y]}), (3,), (2,))
-    build("both_trees", lambda T: lambda x, y: transform(T)(lambda d: Point(d["a"].sum(), d["b"] * 2))({"a": x, "b": y}), (3,), (2,))
+    build(
+        "argnums_tuple",
+        lambda T: transform(T)(lambda x, y: x[:, None] * y**2, argnums=(0, 1)),
+        (3,),
+        (2,),
+    )
+    build(
+        "output_tree",
+        lambda T: transform(T)(lambda x: {"a": x.sin(), "b": (x.sum(), x[None])}),
+        (3,),
+    )
+    build(
+        "input_tree",
+        lambda T: lambda x, y: transform(T)(lambda d: d["a"] * d["b"][0].sum())({"a": x, "b": [y]}),
+        (3,),
+        (2,),
+    )
+    build(
+        "both_trees",
+        lambda T: (
+            lambda x, y: transform(T)(lambda d: Point(d["a"].sum(), d["b"] * 2))({"a": x, "b": y})
+        ),
+        (3,),
+        (2,),
+    )
     build("aux", lambda T: transform(T)(lambda x: (x**2, {"k": x + 1}), has_aux=True), (3,))
     build("tuple_output", lambda T: transform(T)(lambda x: (x, x * 2)), (3,))
     build("twice", lambda T: transform(T)(transform(T)(lambda x: x**3)), (2,))
     build("under_vmap", lambda T: T.vmap(transform(T)(torch.sin)), (4, 3))
     build("under_grad", lambda T: T.grad(lambda x: transform(T)(lambda a: a**3)(x).sum()), (3,))
     build("float64", lambda T: transform(T)(torch.exp), double(3))
-    build("independent_output", lambda T: transform(T)(lambda x: (x, torch.ones(2))), (3,)) if name == "jacfwd" else None
+    build(
+        "independent_output", lambda T: transform(T)(lambda x: (x, torch.ones(2))), (3,)
+    ) if name == "jacfwd" else None
 
 
 _jacobians("jacrev", lambda T: T.jacrev)
@@ -673,11 +746,13 @@ def hessian_of_module_parameters(T):
     return lambda x: T.hessian(lambda p: T.functional_call(model, p, (x,)).tanh().sum())(parameters)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 @table((2, 4))
 def functional_call_two_dicts(T):
     model = nn.BatchNorm1d(4).eval()
-    return lambda x: T.functional_call(model, ({"weight": x[0], "bias": x[1]}, {"running_mean": x[1], "running_var": x[0] ** 2}), x)
+    return lambda x: T.functional_call(
+        model, ({"weight": x[0], "bias": x[1]}, {"running_mean": x[1], "running_var": x[0] ** 2}), x
+    )
 
 
 @table((3, 4))
@@ -688,7 +763,9 @@ def functional_call_tied(T):
     model.forward = lambda x: model["b"](model["a"](x))
     return lambda x: (
         T.grad(lambda w: T.functional_call(model, {"a.weight": w}, x).sum())(torch.eye(4) * 2),
-        T.grad(lambda w: T.functional_call(model, {"a.weight": w}, x, tie_weights=False).sum())(torch.eye(4) * 2),
+        T.grad(lambda w: T.functional_call(model, {"a.weight": w}, x, tie_weights=False).sum())(
+            torch.eye(4) * 2
+        ),
     )
 
 
@@ -727,7 +804,11 @@ def a_long_composition(T):
         w = x.T @ x
         h = T.hessian(energy)(x[0], w)
         j = T.jacfwd(T.grad(energy), argnums=1)(x[1], w)
-        return T.vmap(lambda v: T.jvp(lambda a: T.vjp(lambda b: energy(b, w), a)[1](torch.tensor(1.0))[0], (x[0],), (v,))[1])(h), j
+        return T.vmap(
+            lambda v: T.jvp(
+                lambda a: T.vjp(lambda b: energy(b, w), a)[1](torch.tensor(1.0))[0], (x[0],), (v,)
+            )[1]
+        )(h), j
 
     return fn
 
@@ -735,14 +816,24 @@ def a_long_composition(T):
 @pytest.mark.parametrize("case", table.cases, ids=table.names)
 def test_against_torch_func(case: Case) -> None:
     arguments = case.arguments()
-    same(ours(case, arguments), theirs(case, arguments), **TOLERANCE.get(getattr(arguments[0], "dtype", None), {}))
+    same(
+        ours(case, arguments),
+        theirs(case, arguments),
+        **TOLERANCE.get(getattr(arguments[0], "dtype", None), {}),
+    )
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("case", [c for c in table.cases if c.jit], ids=[c.name for c in table.cases if c.jit])
+@pytest.mark.parametrize(
+    "case", [c for c in table.cases if c.jit], ids=[c.name for c in table.cases if c.jit]
+)
 def test_compiled_against_torch_func(case: Case) -> None:
     arguments = case.arguments()
-    same(ours_jitted(case, arguments), theirs(case, arguments), **TOLERANCE.get(getattr(arguments[0], "dtype", None), {}))
+    same(
+        ours_jitted(case, arguments),
+        theirs(case, arguments),
+        **TOLERANCE.get(getattr(arguments[0], "dtype", None), {}),
+    )
 
 
 def test_no_grad_around_a_transform_does_not_reach_into_it() -> None:
@@ -782,7 +873,9 @@ def test_chunk_vmap(chunks: int) -> None:
 def test_randomness(randomness: str, chunk_size: int | None) -> None:
     from torchfunc_jax import vmap
 
-    draws = lambda: vmap(lambda x: x + torch.randn(4), randomness=randomness, chunk_size=chunk_size)(torch.zeros(6, 4))
+    draws = lambda: vmap(
+        lambda x: x + torch.randn(4), randomness=randomness, chunk_size=chunk_size
+    )(torch.zeros(6, 4))
     torch.manual_seed(3)
     first, second = draws(), draws()
     torch.manual_seed(3)
@@ -811,20 +904,38 @@ def _filled(x):
 
 
 STRICT = {
-    "times two": lambda x: x * 2, "sign": torch.sign, "floor": lambda x: (x.floor(), x), "to the power of 0": lambda x: x**0,
-    "another dtype": lambda x: x.round().double(), "a view": lambda x: x.trunc().view(3, 1)[1:], "fill_": lambda x: x.clone().fill_(1.0),
-    "zero_": lambda x: x.clone().zero_(), "copy_": lambda x: x.clone().copy_(torch.ones(3)), "indexed": _filled,
-    "under no_grad": _without_grad, "a constant": lambda x: torch.ones(3), "one of two": lambda x: (x, torch.ones(2)),
-    "zeros_like": torch.zeros_like, "detach": lambda x: x.detach().sign(), "a comparison": lambda x: x > 0,
-    "where": lambda x: torch.where(x > 0, torch.ones(3), torch.zeros(3)), "by way of integers": lambda x: x.long().float(),
-}  # fmt: skip
+    "times two": lambda x: x * 2,
+    "sign": torch.sign,
+    "floor": lambda x: (x.floor(), x),
+    "to the power of 0": lambda x: x**0,
+    "another dtype": lambda x: x.round().double(),
+    "a view": lambda x: x.trunc().view(3, 1)[1:],
+    "fill_": lambda x: x.clone().fill_(1.0),
+    "zero_": lambda x: x.clone().zero_(),
+    "copy_": lambda x: x.clone().copy_(torch.ones(3)),
+    "indexed": _filled,
+    "under no_grad": _without_grad,
+    "a constant": lambda x: torch.ones(3),
+    "one of two": lambda x: (x, torch.ones(2)),
+    "zeros_like": torch.zeros_like,
+    "detach": lambda x: x.detach().sign(),
+    "a comparison": lambda x: x > 0,
+    "where": lambda x: torch.where(x > 0, torch.ones(3), torch.zeros(3)),
+    "by way of integers": lambda x: x.long().float(),
+}
 STRICTLY = {
     "alone": lambda T, f, x: T.jvp(f, (x[0],), (x[1],), strict=True),
-    "dict": lambda T, f, x: T.jvp(lambda d: {"o": f(d["a"])}, ({"a": x[0]},), ({"a": x[1]},), strict=True),
+    "dict": lambda T, f, x: T.jvp(
+        lambda d: {"o": f(d["a"])}, ({"a": x[0]},), ({"a": x[1]},), strict=True
+    ),
     "vmap": lambda T, f, x: T.vmap(lambda a, t: T.jvp(f, (a,), (t,), strict=True))(x, x),
     "vmap inside": lambda T, f, x: T.jvp(T.vmap(f), (x,), (x,), strict=True),
-    "in grad": lambda T, f, x: T.grad(lambda a: sum(t.sum() for t in pytree.tree_leaves(T.jvp(f, (a,), (a,), strict=True))))(x[0]),
-    "a value asked for": lambda T, f, x: T.jvp(lambda a: f(a) if a.sum().item() < 99 else a, (x[0],), (x[1],), strict=True),
+    "in grad": lambda T, f, x: T.grad(
+        lambda a: sum(t.sum() for t in pytree.tree_leaves(T.jvp(f, (a,), (a,), strict=True)))
+    )(x[0]),
+    "a value asked for": lambda T, f, x: T.jvp(
+        lambda a: f(a) if a.sum().item() < 99 else a, (x[0],), (x[1],), strict=True
+    ),
 }
 
 
@@ -837,11 +948,16 @@ def test_strict_jvp_refuses_what_torch_funcs_refuses(name: str, jitted: bool) ->
         if jitted and way == "a value asked for":
             continue
         call = lambda T, x, way=way: STRICTLY[way](T, STRICT[name], x)
-        for x in (torch.tensor([[1.5, -2.25, 0.75], [3.0, 0.5, -1.0]]), torch.tensor([[-0.5, 2.0, 1.0], [0.25, 4.0, 2.0]])):
+        for x in (
+            torch.tensor([[1.5, -2.25, 0.75], [3.0, 0.5, -1.0]]),
+            torch.tensor([[-0.5, 2.0, 1.0], [0.25, 4.0, 2.0]]),
+        ):
             try:
                 expected = call(torch.func, x)
             except RuntimeError as error:
-                with pytest.raises(RuntimeError, match="strict=True" if "strict=True" in str(error) else ""):
+                with pytest.raises(
+                    RuntimeError, match="strict=True" if "strict=True" in str(error) else ""
+                ):
                     wrap(partial(call, torchfunc_jax))(x)
             else:
                 same(wrap(partial(call, torchfunc_jax))(x), expected)
@@ -906,7 +1022,9 @@ def test_transforms_inside_what_is_no_transform_itself(name: str, around: str) -
 
     def run(x: Any, weight: Any) -> Any:
         if around == "functionalize":
-            return torchfunc_jax.functionalize(lambda x, w: INSIDE[name](torchfunc_jax, x * w))(x, weight)
+            return torchfunc_jax.functionalize(lambda x, w: INSIDE[name](torchfunc_jax, x * w))(
+                x, weight
+            )
         if around == "functional_call":
             return torchfunc_jax.functional_call(Inside(), {"weight": weight}, (x,))
         return torchfunc_jax.make_functional(Inside())[0]((weight,), x)
@@ -926,11 +1044,16 @@ def test_a_cotangent_of_none_is_one_for_a_number(wrap: str) -> None:
 
     v = torch.tensor([1.0, -2.0, 3.0])
     found = {
-        "un-jitted": lambda T: f(T, v), "in grad": lambda T: T.grad(lambda a: (f(T, a) ** 2).sum())(v),
-        "in jit": lambda T: (torchfunc_jax.jit if T is torchfunc_jax else lambda g: g)(lambda a: f(T, a))(v),
+        "un-jitted": lambda T: f(T, v),
+        "in grad": lambda T: T.grad(lambda a: (f(T, a) ** 2).sum())(v),
+        "in jit": lambda T: (torchfunc_jax.jit if T is torchfunc_jax else lambda g: g)(
+            lambda a: f(T, a)
+        )(v),
         "in vmap": lambda T: T.vmap(lambda a: f(T, a))(torch.stack([v, v * 2])),
-    }[wrap]  # fmt: skip
+    }[wrap]
     torch.testing.assert_close(found(torchfunc_jax), found(torch.func))
     for T in (torch.func, torchfunc_jax):
-        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
+        with pytest.raises(
+            RuntimeError, match="grad can be implicitly created only for scalar outputs"
+        ):
             T.vjp(torch.sin, v)[1](None)

@@ -1,4 +1,5 @@
 """Trees: flattening and back, beside torch's and JAX's own pytrees."""
+
 from __future__ import annotations
 
 import collections
@@ -37,7 +38,11 @@ class Box:
         self.inside, self.label = inside, label
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box) and self.label == other.label and bool(self.inside == other.inside)
+        return (
+            isinstance(other, Box)
+            and self.label == other.label
+            and bool(self.inside == other.inside)
+        )
 
 
 @jax.tree_util.register_pytree_node_class
@@ -54,13 +59,18 @@ class Crate(Box):
 
 pytree.register_dataclass(Particle, serialized_type_name="test_trees.Particle")
 pytree.register_pytree_node(
-    Box, lambda b: ([b.inside], b.label), lambda children, label: Box(*children, label), serialized_type_name="test_trees.Box"
+    Box,
+    lambda b: ([b.inside], b.label),
+    lambda children, label: Box(*children, label),
+    serialized_type_name="test_trees.Box",
 )
 
 leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.booleans())
 
 
-def containers(children: st.SearchStrategy[Any], torch_only: bool = False) -> st.SearchStrategy[Any]:
+def containers(
+    children: st.SearchStrategy[Any], torch_only: bool = False
+) -> st.SearchStrategy[Any]:
     keys = st.text("abc", min_size=1, max_size=2)
     every = [
         st.lists(children, max_size=3),
@@ -117,11 +127,17 @@ def test_an_int_spreads_over_every_tree(tree: Any) -> None:
     assert trees.broadcast(trees.map_leaves(lambda _: 1, tree), spec) == [1] * len(found)
 
 
-@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda items: collections.defaultdict(int, items)])
+@pytest.mark.parametrize(
+    "kind", [dict, collections.OrderedDict, lambda items: collections.defaultdict(int, items)]
+)
 def test_the_keys_of_a_prefix_may_come_in_another_order(kind: Any) -> None:
-    """torch.func takes dims by position, whatever their keys: where that differs from the dims by key, it is refused."""
+    """torch.func takes dims by position, whatever their keys: where that differs from the dims by
+    key, it is refused.
+    """
     prefix, tree = kind({"b": 1, "a": [1, 1]}), {"a": [2, 3], "b": (4, 5)}
-    assert trees.broadcast(prefix, trees.flatten(tree)[1]) == pytree._broadcast_to_and_flatten(prefix, pytree.tree_flatten(tree)[1])
+    assert trees.broadcast(prefix, trees.flatten(tree)[1]) == pytree._broadcast_to_and_flatten(
+        prefix, pytree.tree_flatten(tree)[1]
+    )
     assert trees.broadcast(kind({"b": 1, "a": 0}), trees.flatten(tree)[1]) is None
     assert trees.broadcast(kind({"b": 1, "c": 1}), trees.flatten(tree)[1]) is None
 

@@ -1,7 +1,10 @@
-"""Whole small programs as people write them, whose state changes from call to call: each beside torch.func and plain PyTorch.
+"""Whole small programs as people write them, whose state changes from call to call: each beside
+torch.func and plain PyTorch.
 
-A program is a function of the transforms, ``api``: torch.func with a jit that does nothing, or torchfunc_jax.  It returns what it saw.
+A program is a function of the transforms, ``api``: torch.func with a jit that does nothing, or
+torchfunc_jax. It returns what it saw.
 """
+
 from __future__ import annotations
 
 import copy
@@ -44,7 +47,7 @@ def values(*modules: nn.Module) -> list[torch.Tensor]:
     return [t.detach().clone() for m in modules for t in (*m.parameters(), *m.buffers())]
 
 
-# -- training --------------------------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 @program
 def clipped_gradients_and_a_schedule(api: Any) -> Any:
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -80,7 +83,12 @@ def generator_and_critic(api: Any) -> Any:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, generator)]
     noise, real = torch.randn(6, 2), torch.randn(6, 3)
     steps = [
-        api.jit(lambda: F.softplus(critic(generator(noise).detach())).mean() + F.softplus(-critic(real)).mean()),
+        api.jit(
+            lambda: (
+                F.softplus(critic(generator(noise).detach())).mean()
+                + F.softplus(-critic(real)).mean()
+            )
+        ),
         api.jit(lambda: F.softplus(-critic(generator(noise))).mean()),
     ]
     for _ in range(3):
@@ -94,7 +102,9 @@ def generator_and_critic(api: Any) -> Any:
 @program
 def the_average_of_the_weights(api: Any) -> Iterator[Any]:
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     difference = api.jit(lambda x: model(x) - average(x))
     for _ in range(3):
         with torch.no_grad():
@@ -127,7 +137,11 @@ def checkpointed_layers(api: Any) -> Any:
 
 @program
 def one_of_two_heads(api: Any) -> Iterator[Any]:
-    body, heads, x = nn.Linear(3, 4), nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]), torch.randn(5, 3)
+    body, heads, x = (
+        nn.Linear(3, 4),
+        nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]),
+        torch.randn(5, 3),
+    )
     both = api.jit(lambda x: [head(body(x).tanh()).sum() for head in heads])
     for i in (0, 1):
         heads.zero_grad(set_to_none=True)
@@ -135,11 +149,12 @@ def one_of_two_heads(api: Any) -> Iterator[Any]:
         yield gradients(heads)
 
 
-# -- modules that change ---------------------------------------------------------------------------------------------------------------
+# -- modules that change ---------------------------------------------------------------------------
 @program
 def parametrizations(api: Any) -> Any:
     model = nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)), nn.utils.parametrizations.spectral_norm(nn.Linear(5, 2))
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(5, 2)),
     )
     x, found = torch.randn(4, 3), []
     loss = api.jit(lambda x: model(x).pow(2).sum())
@@ -162,7 +177,9 @@ class Adapter(nn.Module):
         self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + (self.scale * F.linear(F.linear(x, self.down), self.up) if self.on else 0)
+        return self.layer(x) + (
+            self.scale * F.linear(F.linear(x, self.down), self.up) if self.on else 0
+        )
 
 
 @program
@@ -248,17 +265,20 @@ def recurrent_layers_with_shorter_inputs(api: Any) -> Iterator[Any]:
 
 @program
 def a_transformer_with_padding(api: Any) -> Iterator[Any]:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2
+    )
     x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     call = api.jit(lambda x, padding: model(x, src_key_padding_mask=padding))
     yield call(x, padding).detach()
     model.eval()
     with torch.no_grad():
         found = call(x, padding)
-    yield found[0], found[1, :3]  # PyTorch's fast path has zeros in the padding, the slow one has not
+    # PyTorch's fast path has zeros in the padding, the slow one has not
+    yield found[0], found[1, :3]
 
 
-# -- Python state that changes -----------------------------------------------------------------------------------------------------------
+# -- Python state that changes ---------------------------------------------------------------------
 SCALE: Any = None
 
 
@@ -317,11 +337,14 @@ def a_state_that_the_function_writes(api: Any) -> Any:
 
 @program
 def arguments_that_come_and_go(api: Any) -> Any:
-    call, x = api.jit(lambda a, *, b=None, c=(): a + (0 if b is None else b["x"]) + sum(c)), torch.ones(2)
+    call, x = (
+        api.jit(lambda a, *, b=None, c=(): a + (0 if b is None else b["x"]) + sum(c)),
+        torch.ones(2),
+    )
     return call(x), call(x, b={"x": x}), call(x, b={"x": x}, c=[x, x]), call(x, c=(1, 2.5))
 
 
-# -- derivatives -----------------------------------------------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------
 @program
 def meta_learning(api: Any) -> Iterator[Any]:
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -336,7 +359,9 @@ def meta_learning(api: Any) -> Iterator[Any]:
         return loss({name: p - lr * step[name] for name, p in params.items()}, x)
 
     for lr in (0.1, 0.2):
-        yield api.jit(api.grad(lambda p, lr=lr: api.vmap(lambda x: adapted(p, x, lr))(x).mean()))(params)
+        yield api.jit(api.grad(lambda p, lr=lr: api.vmap(lambda x: adapted(p, x, lr))(x).mean()))(
+            params
+        )
 
 
 @program
@@ -356,7 +381,8 @@ def products_with_the_hessian(api: Any) -> Any:
         return (x.sin() * x.exp()).sum()
 
     return (
-        api.jvp(api.grad(energy), (x,), (direction,)), api.jit(lambda x, d: api.vjp(api.grad(energy), x)[1](d)[0])(x, direction),
+        api.jvp(api.grad(energy), (x,), (direction,)),
+        api.jit(lambda x, d: api.vjp(api.grad(energy), x)[1](d)[0])(x, direction),
         api.hessian(energy)(x) @ direction,
     )
 
@@ -364,14 +390,19 @@ def products_with_the_hessian(api: Any) -> Any:
 @program
 def losses_with_weights_and_smoothing(api: Any) -> Any:
     x, target = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
-    losses = [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)]
+    losses = [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1),
+    ]
     return [api.jit(api.grad(loss))(x, target) for loss in losses]
 
 
 @program
 def bags_of_embeddings(api: Any) -> Any:
     bag = nn.EmbeddingBag(10, 3, mode="sum")
-    api.jit(lambda i, offsets: bag(i, offsets).pow(2).sum())(torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 4])).backward()
+    api.jit(lambda i, offsets: bag(i, offsets).pow(2).sum())(
+        torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 4])
+    ).backward()
     return gradients(bag)
 
 

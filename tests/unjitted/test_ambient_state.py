@@ -1,4 +1,7 @@
-"""PyTorch's ambient state: each cell of the table in ambient.py holds what it says, and the page in docs/ is the one of the table."""
+"""PyTorch's ambient state: each cell of the table in ambient.py holds what it says, and the page in
+docs/ is the one of the table.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -29,12 +32,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _of_the_constraints() -> bool:
-    return f"\ntorch=={torch.__version__.partition('+')[0]}\n" in (ROOT / "constraints.txt").read_text()
+    return (
+        f"\ntorch=={torch.__version__.partition('+')[0]}\n"
+        in (ROOT / "constraints.txt").read_text()
+    )
 
 
 @pytest.fixture(autouse=True)
 def _small_programs_are_kept_too() -> Iterator[None]:
-    """JAX keeps what it has compiled on the disk, also small programs: most cells compile the same ones."""
+    """JAX keeps what it has compiled on the disk, also small programs: most cells compile the same
+    ones.
+    """
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     yield
@@ -66,9 +74,13 @@ def test_the_table(name: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.skipif(not _of_the_constraints(), reason="the page is of the version of PyTorch in constraints.txt")
+@pytest.mark.skipif(
+    not _of_the_constraints(), reason="the page is of the version of PyTorch in constraints.txt"
+)
 def test_the_page_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("ambient_state", ROOT / "docs" / "ambient_state.py")
+    spec = importlib.util.spec_from_file_location(
+        "ambient_state", ROOT / "docs" / "ambient_state.py"
+    )
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -77,17 +89,39 @@ def test_the_page_is_up_to_date() -> None:
     assert all(cell.strip() for row in rows for cell in row.split("|")[1:-1]), "an empty cell"
 
 
-# -- torch function modes of the user's, around and inside of calls that are recorded ----------------------------------------------------
-_NAMES = frozenset({
-    "sin", "cos", "mul", "pow", "sum", "square", "linear", "tanh", "zeros", "ones", "randn_like", "mul_", "__setitem__", "__bool__",
-    "__repr__", "__format__",
-})  # fmt: skip
+# -- torch function modes of the user's, around and inside of calls that are recorded --------------
+_NAMES = frozenset(
+    {
+        "sin",
+        "cos",
+        "mul",
+        "pow",
+        "sum",
+        "square",
+        "linear",
+        "tanh",
+        "zeros",
+        "ones",
+        "randn_like",
+        "mul_",
+        "__setitem__",
+        "__bool__",
+        "__repr__",
+        "__format__",
+    }
+)
 
 
 class Sees(TorchFunctionMode):
-    """Writes down each function that it sees, except for those that the transforms call too; then does what ``run`` does."""
+    """Writes down each function that it sees, except for those that the transforms call too; then
+    does what ``run`` does.
+    """
 
-    def __init__(self, seen: list[Any], run: Callable[..., Any] = lambda mode, func, args, kwargs: func(*args, **kwargs)) -> None:
+    def __init__(
+        self,
+        seen: list[Any],
+        run: Callable[..., Any] = lambda mode, func, args, kwargs: func(*args, **kwargs),
+    ) -> None:
         super().__init__()
         self.seen, self.run, self.kept = seen, run, None
         self.T: Any = torchfunc_jax
@@ -128,14 +162,20 @@ def _writes_down(ask: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
 
 RUNS: dict[str, Callable[..., Any]] = {
     "watches": lambda mode, func, args, kwargs: func(*args, **kwargs),
-    "sin is cos": lambda mode, func, args, kwargs: (torch.cos if func is torch.sin else func)(*args, **kwargs),
+    "sin is cos": lambda mode, func, args, kwargs: (torch.cos if func is torch.sin else func)(
+        *args, **kwargs
+    ),
     "scales": _of_sin(lambda mode, out: out * 10),
-    "changes a keyword": lambda mode, func, args, kwargs: func(*args, **({**kwargs, "dim": 0} if func is torch.sum else kwargs)),
+    "changes a keyword": lambda mode, func, args, kwargs: func(
+        *args, **({**kwargs, "dim": 0} if func is torch.sum else kwargs)
+    ),
     "raises": _of_sin(_raises),
     "asks for a value": _writes_down(lambda out: round(out.sum().item(), 4)),
     "shows": _writes_down(repr),
     "keeps": _of_sin(_keeps),
-    "transforms": _of_sin(lambda mode, out: mode.T.vmap(mode.T.grad(torch.cos))(out) if out.dim() else out),
+    "transforms": _of_sin(
+        lambda mode, out: mode.T.vmap(mode.T.grad(torch.cos))(out) if out.dim() else out
+    ),
     "is not recordable": _of_sin(lambda mode, out: out.as_strided(out.shape, (1,) * out.dim())),
 }
 
@@ -202,16 +242,24 @@ CALLS: dict[str, Callable[[Any, list[Any]], Any]] = {
     "vjp": lambda T, seen: T.vjp(_f, _V)[1](torch.ones(())),
     "hessian": lambda T, seen: T.hessian(_f)(_V),
     "functional_call": lambda T, seen: T.grad(lambda p: _layer_of(T, p, _X))(_PARAMETERS),
-    "vmap of functional_call": lambda T, seen: T.vmap(_layer_of, (None, None, 0))(T, _PARAMETERS, _X),
-    "values": lambda T, seen: T.grad(lambda x: torch.sin(x).sum() if torch.sin(x).sum() > 0 else x.sum())(_V),
+    "vmap of functional_call": lambda T, seen: T.vmap(_layer_of, (None, None, 0))(
+        T, _PARAMETERS, _X
+    ),
+    "values": lambda T, seen: T.grad(
+        lambda x: torch.sin(x).sum() if torch.sin(x).sum() > 0 else x.sum()
+    )(_V),
     "writes": lambda T, seen: T.grad(_writes)(_V),
     "shows": lambda T, seen: T.grad(_shows)(_V, seen),
-    "random": lambda T, seen: T.vmap(lambda x: torch.sin(x) + torch.randn_like(x), randomness="different")(_X),
+    "random": lambda T, seen: T.vmap(
+        lambda x: torch.sin(x) + torch.randn_like(x), randomness="different"
+    )(_X),
     "given up half-way": lambda T, seen: T.grad(_half)(_V),
     "vmap, given up half-way": lambda T, seen: T.vmap(T.grad(_half))(_X),
     "in a thread": lambda T, seen: _in_thread(lambda: T.grad(_f)(_V), seen),
     "mode inside": lambda T, seen: T.grad(_within(_f, Sees(seen, RUNS["scales"])))(_V),
-    "mode inside, around a transform": lambda T, seen: T.grad(_within(lambda x: T.vmap(T.grad(torch.sin))(x).sum(), Sees(seen)))(_V),
+    "mode inside, around a transform": lambda T, seen: T.grad(
+        _within(lambda x: T.vmap(T.grad(torch.sin))(x).sum(), Sees(seen))
+    )(_V),
     "device inside": lambda T, seen: T.grad(_within(_f, torch.device("cpu")))(_V),  # type: ignore[arg-type]
 }
 #: the modes around the call, the outermost first, of the one that the case is about.
@@ -222,22 +270,51 @@ AROUND: dict[str, Callable[[Sees], list[Any]]] = {
     "a device around": lambda mode: [torch.device("cpu"), mode],
     "a device inside": lambda mode: [mode, torch.device("cpu")],
 }
-_SOME = ("vmap", "grad", "vmap of grad", "hessian", "mode inside, around a transform", "given up half-way", "shows")
+_SOME = (
+    "vmap",
+    "grad",
+    "vmap of grad",
+    "hessian",
+    "mode inside, around a transform",
+    "given up half-way",
+    "shows",
+)
 CASES = [
     *[("one", "watches", call) for call in CALLS],
-    *[("one", run, call) for run in RUNS for call in _SOME if run != "watches" and (run, call) != ("is not recordable", "shows")],
-    *[(around, run, call) for around in AROUND for run in ("watches", "scales") for call in _SOME[2:] if around != "one"],
+    *[
+        ("one", run, call)
+        for run in RUNS
+        for call in _SOME
+        if run != "watches" and (run, call) != ("is not recordable", "shows")
+    ],
+    *[
+        (around, run, call)
+        for around in AROUND
+        for run in ("watches", "scales")
+        for call in _SOME[2:]
+        if around != "one"
+    ],
 ]
 #: What is not recorded; None: any.
-_UNRECORDED = ((None, "is not recordable", None), (None, None, "given up half-way"), (None, None, "vmap, given up half-way"),
-               (None, None, "device inside"))  # fmt: skip
+_UNRECORDED = (
+    (None, "is not recordable", None),
+    (None, None, "given up half-way"),
+    (None, None, "vmap, given up half-way"),
+    (None, None, "device inside"),
+)
 
 
 @pytest.mark.parametrize(("around", "run", "call"), CASES, ids=map(", ".join, CASES))
 def test_function_modes(
-    around: str, run: str, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    around: str,
+    run: str,
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The user's modes see each function once, and what they do has the same effect as in torch.func; the call is recorded."""
+    """The user's modes see each function once, and what they do has the same effect as in
+    torch.func; the call is recorded.
+    """
     monkeypatch.setattr(process, "unrecordable", set())
     caplog.set_level(logging.INFO, "torchfunc_jax")
     runs: list[Any] = []
@@ -257,7 +334,8 @@ def test_function_modes(
             except (LookupError, RuntimeError) as raised:
                 error = str(raised).partition(" ")[0]
             assert private.function_mode_stack() == entered
-            kept = mode.kept if call in ("grad", "shows", "given up half-way") else None  # no value of vmap's lanes
+            # no value of vmap's lanes
+            kept = mode.kept if call in ("grad", "shows", "given up half-way") else None
         assert not private.function_modes()
         return out, error, mode.seen, kept
 
@@ -267,7 +345,10 @@ def test_function_modes(
         ours = observed(torchfunc_jax)
         assert ours[1:3] == theirs[1:3]
         torch.testing.assert_close((ours[0], ours[3]), (theirs[0], theirs[3]))
-        if theirs[1] is None and not any(all(a in (None, b) for a, b in zip(u, (around, run, call), strict=True)) for u in _UNRECORDED):
+        if theirs[1] is None and not any(
+            all(a in (None, b) for a, b in zip(u, (around, run, call), strict=True))
+            for u in _UNRECORDED
+        ):
             assert runs and not caplog.messages and not process.unrecordable
         elif call in ("given up half-way", "device inside"):
             break  # the next call is not recorded

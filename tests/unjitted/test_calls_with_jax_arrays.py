@@ -1,4 +1,7 @@
-"""Un-jitted calls with jax.Arrays: they are recorded as those with tensors are, and their results are jax.Arrays."""
+"""Un-jitted calls with jax.Arrays: they are recorded as those with tensors are, and their results
+are jax.Arrays.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +14,20 @@ import pytest
 import torch
 
 import bridge
-from torchfunc_jax import functionalize, grad, grad_and_value, hessian, hvp, jacfwd, jacrev, jet, jvp, linearize, vjp, vmap
+from torchfunc_jax import (
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    hvp,
+    jacfwd,
+    jacrev,
+    jet,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 
 SCALE = torch.tensor([1.5, -0.5, 2.0], requires_grad=True)
 
@@ -48,7 +64,9 @@ def _leaves(tree: Any) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_results_are_those_of_tensors(name: str, dtype: torch.dtype, unrecorded: Callable[[], list[str]]) -> None:
+def test_the_results_are_those_of_tensors(
+    name: str, dtype: torch.dtype, unrecorded: Callable[[], list[str]]
+) -> None:
     x = torch.linspace(-1, 1, 6).reshape(2, 3).to(dtype)
     want, found = _leaves(CALLS[name](x)), _leaves(CALLS[name](bridge.to_jax(x)))
     assert len(want) == len(found) and want
@@ -92,7 +110,9 @@ def test_pulled_back_tensors_and_tracers() -> None:
 
 
 def test_modules_are_called_as_functions_of_arrays_inside() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(4)
+    )
     params, buffers = bridge.params(model), bridge.buffers(model)
 
     def loss(params: Any, x: Any) -> Any:
@@ -100,7 +120,9 @@ def test_modules_are_called_as_functions_of_arrays_inside() -> None:
         return (out**2).sum()
 
     x = jnp.linspace(-1, 1, 15).reshape(5, 3)
-    for mine, theirs in zip(_leaves(grad(loss)(params, x)), _leaves(jax.grad(loss)(params, x)), strict=True):
+    for mine, theirs in zip(
+        _leaves(grad(loss)(params, x)), _leaves(jax.grad(loss)(params, x)), strict=True
+    ):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 

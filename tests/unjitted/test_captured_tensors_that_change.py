@@ -1,4 +1,7 @@
-"""A function that takes other captured tensors at each run: Python runs once a call, as in torch.func, and the tensors get gradients."""
+"""A function that takes other captured tensors at each run: Python runs once a call, as in
+torch.func, and the tensors get gradients.
+"""
+
 from __future__ import annotations
 
 import queue
@@ -32,7 +35,9 @@ def _generator(parameters: list[torch.Tensor]) -> Take:
 
 
 def _made_anew(parameters: list[torch.Tensor]) -> Take:
-    """A view of a parameter that is made outside of the trace, and so is another object each time."""
+    """A view of a parameter that is made outside of the trace,
+    and so is another object each time.
+    """
     source = (p * 2 for p in parameters)
     made = [next(source) for _ in parameters]
     return lambda: made.pop()
@@ -53,7 +58,9 @@ SOURCES: dict[str, Callable[[list[torch.Tensor]], Take]] = {
     "a count": _counted,
 }
 
-TRANSFORMS: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], Any]] = {
+TRANSFORMS: dict[
+    str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], Any]
+] = {
     "grad": lambda T, f, x: T.grad(f)(x),
     "grad_and_value": lambda T, f, x: T.grad_and_value(f)(x),
     "vmap": lambda T, f, x: T.vmap(f)(x.expand(2, 3)),
@@ -65,17 +72,22 @@ TRANSFORMS: dict[str, Callable[[Any, Callable[[torch.Tensor], torch.Tensor], tor
     "hessian": lambda T, f, x: T.hessian(f)(x),
     "grad of grad": lambda T, f, x: T.grad(lambda x: T.grad(f)(x).sin().sum())(x),
     "functionalize": lambda T, f, x: T.functionalize(f)(x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "in PyTorch"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", SOURCES)
-def test_python_runs_once_with_the_tensors_that_it_takes(name: str, transform: str, recorded: bool) -> None:
+def test_python_runs_once_with_the_tensors_that_it_takes(
+    name: str, transform: str, recorded: bool
+) -> None:
     def results(T: Any) -> Any:
         random.seed(3)
-        parameters = [torch.linspace(0.5, 1.0 + k / 10, 3, dtype=torch.float64, requires_grad=True) for k in range(10)]
+        parameters = [
+            torch.linspace(0.5, 1.0 + k / 10, 3, dtype=torch.float64, requires_grad=True)
+            for k in range(10)
+        ]
         take, runs = SOURCES[name](parameters), []
 
         def f(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +100,9 @@ def test_python_runs_once_with_the_tensors_that_it_takes(name: str, transform: s
         found = []
         for k in range(3):
             before = len(runs)
-            found.append(TRANSFORMS[transform](T, f, torch.linspace(0.2 + k, 1.0, 3, dtype=torch.float64)))
+            found.append(
+                TRANSFORMS[transform](T, f, torch.linspace(0.2 + k, 1.0, 3, dtype=torch.float64))
+            )
             assert len(runs) == before + 1
         sum(t.sum() for t in torch.utils._pytree.tree_leaves(found)).backward()
         return found, [p.grad for p in parameters]
@@ -99,7 +113,9 @@ def test_python_runs_once_with_the_tensors_that_it_takes(name: str, transform: s
 
 
 def test_an_endless_source_ends_the_trace_of_jit() -> None:
-    """Each trace meets another tensor, of which none can stand for all: the error says what to do."""
+    """Each trace meets another tensor, of which none can stand for all:
+    the error says what to do.
+    """
     runs = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -112,6 +128,8 @@ def test_an_endless_source_ends_the_trace_of_jit() -> None:
     x = torch.ones(3)
     for transformed, given in ((f, x), (grad(f), x), (vmap(f), x.expand(2, 3))):
         runs.clear()
-        with pytest.raises(RuntimeError, match=r"are others each time it is traced.*pass them as arguments"):
+        with pytest.raises(
+            RuntimeError, match=r"are others each time it is traced.*pass them as arguments"
+        ):
             jit(transformed)(given)
         assert len(runs) < 10

@@ -1,7 +1,10 @@
-"""Functions that turn out to be no record while they run: PyTorch goes on where the record ends, so that their Python runs once.
+"""Functions that turn out to be no record while they run: PyTorch goes on where the record ends, so
+that their Python runs once.
 
-Each function changes the state of Python and of a module, and then does something that cannot be recorded. The truth is torch.func.
+Each function changes the state of Python and of a module, and then does something that cannot be
+recorded. The truth is torch.func.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -43,7 +46,13 @@ class Program:
         self.generator = torch.Generator().manual_seed(1)
 
     def seen(self) -> Any:
-        return self.steps, self.said, self.layer.training, self.buffer.tolist(), torch.rand(2).tolist()
+        return (
+            self.steps,
+            self.said,
+            self.layer.training,
+            self.buffer.tolist(),
+            torch.rand(2).tolist(),
+        )
 
 
 class _Mode(TorchDispatchMode):
@@ -92,7 +101,7 @@ REFUSED: dict[str, Callable[[Program, torch.Tensor], torch.Tensor]] = {
 }
 
 
-# -- functions (program, torch.func or ours, argument, what cannot be recorded) --------------------------------------------------------
+# -- functions (program, torch.func or ours, argument, what cannot be recorded) --------------------
 def captured(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
     return refused(p, p.layer(x) * p.weight) * p.weight
 
@@ -169,12 +178,25 @@ def drawn(p: Program, T: Any, x: torch.Tensor, refused: Any) -> torch.Tensor:
     return refused(p, y) * torch.rand(3)
 
 
-PROGRAMS = [captured, written, a_buffer, nested_before, nested_around, nested_deep, pulled_after, pushed_around, caught, drawn]
+PROGRAMS = [
+    captured,
+    written,
+    a_buffer,
+    nested_before,
+    nested_around,
+    nested_deep,
+    pulled_after,
+    pushed_around,
+    caught,
+    drawn,
+]
 WAYS: dict[str, Callable[[Any, Callable[..., Any]], Any]] = {
     "vmap": lambda T, f: T.vmap(f, randomness="different")(ROWS),
     "grad": lambda T, f: T.grad_and_value(lambda x: (f(x).sum(), x * 2), has_aux=True)(X),
     "vmap of grad": lambda T, f: T.vmap(T.grad(lambda x: f(x).sum()), randomness="different")(ROWS),
-    "grad of vmap": lambda T, f: T.grad(lambda rows: T.vmap(f, randomness="different")(rows).sum())(ROWS),
+    "grad of vmap": lambda T, f: T.grad(lambda rows: T.vmap(f, randomness="different")(rows).sum())(
+        ROWS
+    ),
     "jvp": lambda T, f: T.jvp(f, (X,), (X * 2,)),
     "vjp": lambda T, f: (lambda out, pull: (out, pull(out)))(*T.vjp(f, X)),
     "jacrev": lambda T, f: T.jacrev(f)(X),
@@ -210,7 +232,10 @@ def _run(T: Any, way: str, f: Callable[..., Any], refused: Callable[..., Any]) -
     grads = [torch.zeros_like(q) for q in (*p.layer.parameters(), p.weight)]
     if any(t.requires_grad for t in leaves):
         sum(t.sum() for t in leaves if t.requires_grad).backward()
-        grads = [g if q.grad is None else q.grad for q, g in zip((*p.layer.parameters(), p.weight), grads, strict=True)]
+        grads = [
+            g if q.grad is None else q.grad
+            for q, g in zip((*p.layer.parameters(), p.weight), grads, strict=True)
+        ]
     return [t.detach() for t in leaves], grads, p.seen()
 
 
@@ -218,7 +243,8 @@ def _run(T: Any, way: str, f: Callable[..., Any], refused: Callable[..., Any]) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", REFUSED)
 def test_python_runs_once_and_in_order(what: str, way: str) -> None:
-    # while it is recorded, what depends on a captured parameter requires grad in a vmap and a jvp too: PyTorch refuses the first hook
+    # while it is recorded, what depends on a captured parameter requires grad in a vmap and a jvp
+    # too: PyTorch refuses the first hook
     begin = 1 if what == "a hook" and way in ("vmap", "grad of vmap", "jvp") else 0
     for f in PROGRAMS:
         if (f, what) not in STARTS_AGAIN:
@@ -234,8 +260,10 @@ def test_python_runs_once_and_in_order(what: str, way: str) -> None:
                 _nothing_is_entered()
 
 
-# -- autograd.Function and checkpoint ----------------------------------------------------------------------------------------------------
-FORWARDS: list[str] = []  # a mark for each forward that has run: PyTorch gives forward copies of the lists among its arguments
+# -- autograd.Function and checkpoint --------------------------------------------------------------
+# a mark for each forward that has run: PyTorch gives forward copies of the lists among its
+# arguments
+FORWARDS: list[str] = []
 
 
 class OldStyle(torch.autograd.Function):
@@ -287,22 +315,31 @@ class Dirty(torch.autograd.Function):
 
 
 def test_a_function_that_writes_to_its_argument_beside_a_list() -> None:
-    """torch.func refuses a Function without setup_context, and so does what PyTorch runs; jit compiles it."""
+    """torch.func refuses a Function without setup_context, and so does what PyTorch runs; jit
+    compiles it.
+    """
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return Dirty.apply(x * 1, ["no key of a record"])
 
     ways: dict[str, Callable[[Any], Any]] = {
-        "vmap": lambda T: T.vmap(f)(ROWS), "grad": lambda T: T.grad(lambda x: f(x).sum())(X), "a leaf": lambda T: T.vmap(f)(rows),
-    }  # fmt: skip
+        "vmap": lambda T: T.vmap(f)(ROWS),
+        "grad": lambda T: T.grad(lambda x: f(x).sum())(X),
+        "a leaf": lambda T: T.vmap(f)(rows),
+    }
     for _ in range(2):
         rows = ROWS.clone().requires_grad_()
         for way in ways.values():
             for T in (torch.func, torchfunc_jax):
-                with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
+                with pytest.raises(
+                    RuntimeError, match="must override the setup_context staticmethod"
+                ):
                     way(T)
                 _nothing_is_entered()
-        compiled = {name: torchfunc_jax.jit(lambda way=way: way(torchfunc_jax)) for name, way in ways.items()}
+        compiled = {
+            name: torchfunc_jax.jit(lambda way=way: way(torchfunc_jax))
+            for name, way in ways.items()
+        }
         same(compiled["vmap"](), ROWS.sin())
         same(compiled["grad"](), X.cos())
         compiled["a leaf"]().sum().backward()
@@ -314,7 +351,12 @@ def test_a_function_that_writes_to_its_argument_beside_a_list() -> None:
 def test_a_function_whose_forward_cannot_be_recorded(cls: Any, way: str) -> None:
     slope = 3 * X.sin() * X.cos()
     slopes = torch.stack([slope, 3 * (2 * X).sin() * (2 * X).cos()])
-    truth = {"vmap": ROWS.sin() * 2, "grad": (slope, ((X.sin() * 2).sum(), X * 2)), "vmap of grad": slopes, "grad of vmap": slopes}
+    truth = {
+        "vmap": ROWS.sin() * 2,
+        "grad": (slope, ((X.sin() * 2).sum(), X * 2)),
+        "vmap of grad": slopes,
+        "grad of vmap": slopes,
+    }
     counts = []
     for T in (torch.func, torchfunc_jax, torchfunc_jax):
         FORWARDS.clear()
@@ -350,7 +392,7 @@ def test_a_checkpoint_that_cannot_be_recorded() -> None:
     assert len(runs) == 2 * first
 
 
-# -- beside numbers ------------------------------------------------------------------------------------------------------------------------
+# -- beside numbers --------------------------------------------------------------------------------
 def _stopped(x: torch.Tensor) -> torch.Tensor:
     y = x * 2 + x.new(3).zero_()
     assert y.requires_grad
@@ -363,7 +405,13 @@ def test_attributes_and_identity_of_a_tensor_stay() -> None:
         y.name_of_mine = "y"
         kept = {y: 1}
         x.new(3)
-        assert y.name_of_mine == "y" and kept[y] == 1 and y.requires_grad and not y.is_leaf and x.is_leaf
+        assert (
+            y.name_of_mine == "y"
+            and kept[y] == 1
+            and y.requires_grad
+            and not y.is_leaf
+            and x.is_leaf
+        )
         return y.sum()
 
     same(torchfunc_jax.grad(f)(X), torch.full((3,), 2.0))
@@ -374,7 +422,11 @@ def test_an_exception_of_the_user_arrives_and_leaves_nothing() -> None:
         x.new(3)
         raise KeyError("mine")
 
-    for transform in (torchfunc_jax.grad, torchfunc_jax.vmap, lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f))):
+    for transform in (
+        torchfunc_jax.grad,
+        torchfunc_jax.vmap,
+        lambda f: torchfunc_jax.vmap(torchfunc_jax.grad(f)),
+    ):
         with pytest.raises(KeyError, match="mine"):
             transform(f)(ROWS)
         _nothing_is_entered()
@@ -425,7 +477,9 @@ def test_the_error_is_torchs_and_names_the_users_line_and_the_reason() -> None:
     for T in (torch.func, torchfunc_jax):
         with pytest.raises(RuntimeError, match="data-dependent control flow") as found:
             T.vmap(f)(ROWS)
-        assert [x.line for x in traceback.extract_tb(found.tb) if x.filename == __file__][-1] == "return x * 2 if x.sum() > 0 else x"
+        assert [x.line for x in traceback.extract_tb(found.tb) if x.filename == __file__][
+            -1
+        ] == "return x * 2 if x.sum() > 0 else x"
         errors.append(found.value)
     assert type(errors[1]) is type(errors[0]) and str(errors[1]) == str(errors[0])
     assert "'new'" in errors[1].__notes__[0] and "torch.where" in errors[1].__notes__[1]
@@ -470,7 +524,10 @@ def test_a_function_runs_once_also_if_an_earlier_call_did_not_use_what_it_captur
 @pytest.mark.parametrize("used", [True, False])
 def test_a_function_runs_once_also_if_what_it_captures_has_a_hook(used: bool) -> None:
     runs, called = [], list[torch.Tensor]()
-    weight, other = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.ones(3, requires_grad=True)
+    weight, other = (
+        torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+        torch.ones(3, requires_grad=True),
+    )
     weight.register_hook(called.append)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -521,8 +578,15 @@ KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 LATER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "operators": lambda T, kept: (kept + 1, torch.stack([kept, kept]), kept.requires_grad),
-    "Python": lambda T, kept: (repr(kept * 0), torch.tensor(kept.tolist()), torch.tensor(np.asarray(kept)), kept.numpy().size),
-    "another transform": lambda T, kept: T.grad(lambda x: (x.sin() * kept).sum())(torch.tensor(2.0)),
+    "Python": lambda T, kept: (
+        repr(kept * 0),
+        torch.tensor(kept.tolist()),
+        torch.tensor(np.asarray(kept)),
+        kept.numpy().size,
+    ),
+    "another transform": lambda T, kept: T.grad(lambda x: (x.sin() * kept).sum())(
+        torch.tensor(2.0)
+    ),
 }
 
 
@@ -530,7 +594,9 @@ LATER: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("later", LATER)
-def test_a_tensor_that_depends_on_the_argument_is_kept(later: str, kept: str, captured: bool, way: str) -> None:
+def test_a_tensor_that_depends_on_the_argument_is_kept(
+    later: str, kept: str, captured: bool, way: str
+) -> None:
     weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=captured)
 
     def run(T: Any) -> Any:

@@ -1,7 +1,10 @@
-"""What a function keeps elsewhere, in a dict, a list, an attribute, a buffer or a variable, and what is read there after the call.
+"""What a function keeps elsewhere, in a dict, a list, an attribute, a buffer or a variable, and
+what is read there after the call.
 
-torch.func gives a tensor its value that no vmap maps, and raises for one that a vmap maps; so do we, recorded or run by PyTorch.
+torch.func gives a tensor its value that no vmap maps, and raises for one that a vmap maps; so do
+we, recorded or run by PyTorch.
 """
+
 from __future__ import annotations
 
 import gc
@@ -93,7 +96,8 @@ def _pulled(F: Any, kept: Kept, p: torch.Tensor, x: torch.Tensor) -> None:
     kept.b = pull(torch.ones(3, dtype=D))[0]
 
 
-#: By name, what is kept: a function of torch.func's names, of what keeps it, of an argument p that no vmap maps, and of one that it maps.
+#: By name, what is kept: a function of torch.func's names, of what keeps it, of an argument p that
+#: no vmap maps, and of one that it maps.
 KEEPS: dict[str, Callable[[Any, Kept, torch.Tensor, torch.Tensor], Any]] = {
     "a view of the argument": lambda F, kept, p, x: vars(kept).update(a=p[0:1]),
     "the argument": lambda F, kept, p, x: vars(kept).update(a=p),
@@ -101,8 +105,12 @@ KEEPS: dict[str, Callable[[Any, Kept, torch.Tensor, torch.Tensor], Any]] = {
     "values of each other": _of_each_other,
     "what is written to": _written,
     "a constant": lambda F, kept, p, x: vars(kept).update(a=torch.arange(3) * 2, b=p > 0),
-    "views of a captured tensor": lambda F, kept, p, x: vars(kept).update(a=CAPTURED[1:], b=CAPTURED * 2),
-    "random numbers": lambda F, kept, p, x: vars(kept).update(a=torch.rand(3, dtype=D), b=torch.rand(3, dtype=D) * p),
+    "views of a captured tensor": lambda F, kept, p, x: vars(kept).update(
+        a=CAPTURED[1:], b=CAPTURED * 2
+    ),
+    "random numbers": lambda F, kept, p, x: vars(kept).update(
+        a=torch.rand(3, dtype=D), b=torch.rand(3, dtype=D) * p
+    ),
     "detached": lambda F, kept, p, x: vars(kept).update(a=p.detach() * 2),
     "what a vmap maps": lambda F, kept, p, x: vars(kept).update(a=x * p, b=p * 2),
     "in a list": _listed,
@@ -117,9 +125,13 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS: dict[str, Callable[[Any, Loss, torch.Tensor], Any]] = {
     "vmap": lambda F, f, p: F.vmap(f, (None, 0), randomness="different")(p, ROWS),
     "vmap of grad": lambda F, f, p: F.vmap(F.grad(f), (None, 0), randomness="same")(p, ROWS),
-    "vmap of vmap": lambda F, f, p: F.vmap(lambda x: F.vmap(lambda y: f(p, x + y), randomness="same")(ROWS), randomness="same")(ROWS),
+    "vmap of vmap": lambda F, f, p: F.vmap(
+        lambda x: F.vmap(lambda y: f(p, x + y), randomness="same")(ROWS), randomness="same"
+    )(ROWS),
     "grad": lambda F, f, p: F.grad(f)(p, ROWS[0]),
-    "grad of vmap": lambda F, f, p: F.grad(lambda p: F.vmap(f, (None, 0), randomness="same")(p, ROWS).sum())(p),
+    "grad of vmap": lambda F, f, p: F.grad(
+        lambda p: F.vmap(f, (None, 0), randomness="same")(p, ROWS).sum()
+    )(p),
     "jacrev": lambda F, f, p: F.jacrev(f)(p, ROWS[0]),
     "jacfwd": lambda F, f, p: F.jacfwd(f, randomness="same")(p, ROWS[0]),
     "hessian": lambda F, f, p: F.jacfwd(F.jacrev(f), randomness="same")(p, ROWS[0]),
@@ -132,7 +144,9 @@ HOW = ("recorded", "given up")
 
 
 def _seen(x: Any) -> Any:
-    """A kept tensor times 2, and whether that requires grad; the name of the error if it has no value."""
+    """A kept tensor times 2, and whether that requires grad; the name of the error if it has no
+    value.
+    """
     if isinstance(x, list):
         return [*map(_seen, x)]
     if isinstance(x, nn.Module):
@@ -178,7 +192,9 @@ def test_what_is_kept_is_read_after_the_call(name: str, call: str, how: str) -> 
 @pytest.mark.parametrize("name", KEEPS)
 def test_it_requires_grad_if_it_does_outside(name: str, call: str) -> None:
     p = P.clone().requires_grad_()
-    same(_run(torchfunc_jax, call, name, "recorded", p), _run(torch.func, call, name, "recorded", p))
+    same(
+        _run(torchfunc_jax, call, name, "recorded", p), _run(torch.func, call, name, "recorded", p)
+    )
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -225,7 +241,9 @@ def test_inside_of_a_checkpoint_and_of_a_function() -> None:
         kept.a = p * 2
         return kept.a.cos()
 
-    g = torchfunc_jax.grad(lambda p: (checkpoint(inner, Sine.apply(p), use_reentrant=False) + kept.a).sum())(P)
+    g = torchfunc_jax.grad(
+        lambda p: (checkpoint(inner, Sine.apply(p), use_reentrant=False) + kept.a).sum()
+    )(P)
     same((g, kept.a, kept.b), ((2 - 2 * (P.sin() * 2).sin()) * P.cos(), P.sin() * 2, P * 3))
 
 

@@ -1,4 +1,7 @@
-"""Beside torch's own machinery: programs that torch.compile compiles, and torch's own transforms, around ours."""
+"""Beside torch's own machinery: programs that torch.compile compiles, and torch's own transforms,
+around ours.
+"""
+
 from __future__ import annotations
 
 import copy
@@ -25,7 +28,9 @@ COMPILED = {
     "jvp": lambda T, a: T.jvp(torch.sin, (a,), (a * 2,))[1],
     "jacrev": lambda T, a: T.jacrev(torch.sin)(a[0]) + 1,
     "hessian": lambda T, a: T.hessian(lambda b: (b**3).sum())(a[0]),
-    "functional_call": lambda T, a: T.functional_call(_linear, {"weight": a, "bias": a[:, 0]}, (a,)) * 2,
+    "functional_call": lambda T, a: (
+        T.functional_call(_linear, {"weight": a, "bias": a[:, 0]}, (a,)) * 2
+    ),
 }
 _linear = nn.Linear(3, 2)
 _jitted = jit(vmap(lambda a: a.exp() * 2))
@@ -62,24 +67,41 @@ def test_torch_compiles_what_is_inside_of_a_transform() -> None:
         return graph.forward
 
     x = torch.randn(2, 3)
-    same(torch.compile(lambda a: _jitted(a * 2) + 1, backend=backend, fullgraph=True)(x), (x * 2).exp() * 2 + 1, rtol=1e-5, atol=1e-6)
+    same(
+        torch.compile(lambda a: _jitted(a * 2) + 1, backend=backend, fullgraph=True)(x),
+        (x * 2).exp() * 2 + 1,
+        rtol=1e-5,
+        atol=1e-6,
+    )
     assert len(graphs) == 1
 
 
-#: What torch.compile is given, with the truth: (what is compiled with these options, the plain function).
+#: What torch.compile is given, with the truth: (what is compiled with these options, the plain
+#: function).
 TO_COMPILE: dict[str, Any] = {
     "a function": lambda options: (torch.compile(_of_two, **options), _of_two),
     "a module": lambda options: (torch.compile(_layers, **options), _layers),
-    "a method of a module": lambda options: ((m := copy.deepcopy(_layers)).compile(**options), (m, _layers))[1],
+    "a method of a module": lambda options: (
+        (m := copy.deepcopy(_layers)).compile(**options),
+        (m, _layers),
+    )[1],
     "a decorated function": lambda options: (torch.compile(**options)(_of_two), _of_two),
-    "inside of the function": lambda options: (lambda x: torch.compile(_of_two, **options)(x), _of_two),
-    "one that calls a compiled one": lambda options: (torch.compile(lambda x: torch.compile(_of_two, **options)(x), **options), _of_two),
+    "inside of the function": lambda options: (
+        lambda x: torch.compile(_of_two, **options)(x),
+        _of_two,
+    ),
+    "one that calls a compiled one": lambda options: (
+        torch.compile(lambda x: torch.compile(_of_two, **options)(x), **options),
+        _of_two,
+    ),
 }
 TRANSFORMS = {
-    "vmap": lambda T, f: T.vmap(f), "grad": lambda T, f: T.grad(lambda x: f(x).sum()),
+    "vmap": lambda T, f: T.vmap(f),
+    "grad": lambda T, f: T.grad(lambda x: f(x).sum()),
     "jvp": lambda T, f: lambda x: T.jvp(f, (x,), (x,))[1],
-    "vmap of grad": lambda T, f: T.vmap(T.grad(lambda x: f(x).sum())), "jacrev": lambda T, f: T.jacrev(f),
-}  # fmt: skip
+    "vmap of grad": lambda T, f: T.vmap(T.grad(lambda x: f(x).sum())),
+    "jacrev": lambda T, f: T.jacrev(f),
+}
 _layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
 
 
@@ -92,7 +114,9 @@ def _of_two(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
 @pytest.mark.parametrize("what", TO_COMPILE)
-def test_a_transform_of_a_compiled_function(what: str, fullgraph: bool, transform: str, jitted: bool) -> None:
+def test_a_transform_of_a_compiled_function(
+    what: str, fullgraph: bool, transform: str, jitted: bool
+) -> None:
     torch._dynamo.reset()
     frames: list[Any] = []
 
@@ -101,7 +125,10 @@ def test_a_transform_of_a_compiled_function(what: str, fullgraph: bool, transfor
         return graph.forward
 
     compiled, plain = TO_COMPILE[what]({"backend": backend, "fullgraph": fullgraph})
-    ours, theirs = TRANSFORMS[transform](torchfunc_jax, compiled), TRANSFORMS[transform](torch.func, plain)
+    ours, theirs = (
+        TRANSFORMS[transform](torchfunc_jax, compiled),
+        TRANSFORMS[transform](torch.func, plain),
+    )
     if jitted:
         ours = jit(ours)
     for x in (torch.randn(2, 3), torch.randn(4, 3)):
@@ -115,7 +142,9 @@ def test_a_transform_of_a_compiled_function(what: str, fullgraph: bool, transfor
 def test_another_thread_compiles_while_a_trace_is_open() -> None:
     torch._dynamo.reset()
     frames: list[Any] = []
-    compiled = torch.compile(_of_two, backend=lambda graph, _: frames.append(graph) or graph.forward, fullgraph=True)
+    compiled = torch.compile(
+        _of_two, backend=lambda graph, _: frames.append(graph) or graph.forward, fullgraph=True
+    )
     x, answers = torch.randn(2, 3), queue.Queue[torch.Tensor]()
 
     def f(a: torch.Tensor) -> torch.Tensor:
@@ -130,7 +159,9 @@ def test_another_thread_compiles_while_a_trace_is_open() -> None:
 
 
 def test_nothing_imports_dynamo_or_sympy() -> None:
-    """They take seconds, so neither the import nor a first call does; torch.compile works afterwards, also on what was kept out of it."""
+    """They take seconds, so neither the import nor a first call does; torch.compile works
+    afterwards, also on what was kept out of it.
+    """
     program = """
 import sys, torch
 from bridge import private_meta
@@ -172,7 +203,7 @@ assert [sizes(torch.rand(2, n)).shape for n in (3, 5)] == [(2, 2, 3), (2, 2, 5)]
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# -- torch's own transforms around ours ---------------------------------------------------------------------------------------------
+# -- torch's own transforms around ours ------------------------------------------------------------
 AROUND = {
     "grad": lambda T, f, a: T.grad(lambda b: f(b).sum())(a),
     "vmap": lambda T, f, a: T.vmap(f)(a[None]),
@@ -182,9 +213,16 @@ AROUND = {
     "linearize": lambda T, f, a: T.linearize(f, a)[1](a),
     "functionalize": lambda T, f, a: T.functionalize(f)(a),
     "captured": lambda T, f, a: T.grad(lambda b: (f(a) * b).sum())(a),
-    "captured inside": lambda T, f, a: T.grad(lambda b: T.vmap(lambda row: row * b.sum())(a).sum())(a),
+    "captured inside": lambda T, f, a: T.grad(lambda b: T.vmap(lambda row: row * b.sum())(a).sum())(
+        a
+    ),
 }
-INNER = {"vmap": vmap(torch.sin), "jit": jit(torch.sin), "vmap of jit": vmap(jit(torch.sin)), "grad": grad(lambda a: a.sin().sum())}
+INNER = {
+    "vmap": vmap(torch.sin),
+    "jit": jit(torch.sin),
+    "vmap of jit": vmap(jit(torch.sin)),
+    "grad": grad(lambda a: a.sin().sum()),
+}
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -204,7 +242,10 @@ def test_a_tensor_of_torchs_transform_captured_by_ours() -> None:
     around = AROUND["captured inside"]
     expected = around(torch.func, None, x)
     for mine in (vmap, lambda f: jit(vmap(f))):
-        same(torch.func.grad(lambda a, mine=mine: mine(lambda row: row * a.sum())(x).sum())(x), expected * 0 + x.sum())
+        same(
+            torch.func.grad(lambda a, mine=mine: mine(lambda row: row * a.sum())(x).sum())(x),
+            expected * 0 + x.sum(),
+        )
     same(around(torchfunc_jax, None, x), expected)
 
 
@@ -213,18 +254,24 @@ def test_torchs_forward_mode_around_ours(mode: str) -> None:
     x = torch.randn(2, 3)
     call = vmap(torch.sin) if mode == "eager" else jit(torch.sin)
     with forward_ad.dual_level():
-        same(tuple(forward_ad.unpack_dual(call(forward_ad.make_dual(x, x)))), (x.sin(), x.cos() * x))
+        same(
+            tuple(forward_ad.unpack_dual(call(forward_ad.make_dual(x, x)))), (x.sin(), x.cos() * x)
+        )
     same(call(x), x.sin())
 
 
 def _tangent(x: torch.Tensor) -> torch.Tensor:
     with forward_ad.dual_level():
-        tangent: torch.Tensor = forward_ad.unpack_dual(forward_ad.make_dual(x, torch.ones_like(x)).sin()).tangent
+        tangent: torch.Tensor = forward_ad.unpack_dual(
+            forward_ad.make_dual(x, torch.ones_like(x)).sin()
+        ).tangent
         return tangent
 
 
 def _diagonal(x: torch.Tensor) -> torch.Tensor:
-    jacobian: Any = torch.autograd.functional.jacobian(torch.sin, x.flatten(), strategy="forward-mode", vectorize=True)
+    jacobian: Any = torch.autograd.functional.jacobian(
+        torch.sin, x.flatten(), strategy="forward-mode", vectorize=True
+    )
     return jacobian.diagonal().reshape(x.shape)
 
 
@@ -240,9 +287,11 @@ def test_torchs_forward_mode_inside_ours(forward: Any, around: str) -> None:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("forward", [_tangent, _diagonal])
 def test_torchs_forward_mode_inside_ours_where_pytorch_runs_it(forward: Any, around: str) -> None:
-    """As in torch.func, which also gives tensors of a vmap that has ended, with which nothing can be done.
+    """As in torch.func, which also gives tensors of a vmap that has ended, with which nothing can
+    be done.
 
-    linearize and functionalize do more: the first goes backwards, and the second is the function itself.
+    linearize and functionalize do more: the first goes backwards, and the second is the function
+    itself.
     """
     x = torch.randn(2, 3)
     true = AROUND[around](torch.func, torch.cos, x)
@@ -251,7 +300,9 @@ def test_torchs_forward_mode_inside_ours_where_pytorch_runs_it(forward: Any, aro
     assert refused in (None, RuntimeError)
     for _ in range(2):
         assert _refusal(lambda: same(AROUND[around](torchfunc_jax, forward, x), true)) is refused
-        assert forward_ad._current_level == -1 and torch._C._functorch.peek_interpreter_stack() is None
+        assert (
+            forward_ad._current_level == -1 and torch._C._functorch.peek_interpreter_stack() is None
+        )
         assert state.level is None and state.recorder is None
 
 
@@ -268,4 +319,9 @@ def test_our_vmap_of_torchs_backward() -> None:
     x = torch.randn(3, requires_grad=True)
     for call in (vmap(torch.sin), jit(torch.sin)):
         out = call(x)
-        same(vmap(lambda ct, out=out: torch.autograd.grad(out, x, ct, retain_graph=True)[0])(torch.eye(3)), torch.diag(x.cos()))
+        same(
+            vmap(lambda ct, out=out: torch.autograd.grad(out, x, ct, retain_graph=True)[0])(
+                torch.eye(3)
+            ),
+            torch.diag(x.cos()),
+        )

@@ -1,4 +1,7 @@
-"""vjp and linearize of functions that are not recorded: Python runs once, and what they return can be differentiated from around them."""
+"""vjp and linearize of functions that are not recorded: Python runs once, and what they return can
+be differentiated from around them.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -59,7 +62,10 @@ FUNCTIONS: dict[str, Callable[[Program, torch.Tensor], Any]] = {
 
 
 def _total(outs: Any) -> torch.Tensor:
-    return sum(((torch.view_as_real(t) if t.is_complex() else t).sin().sum() for t in tree_leaves(outs)), torch.zeros(()))
+    return sum(
+        ((torch.view_as_real(t) if t.is_complex() else t).sin().sum() for t in tree_leaves(outs)),
+        torch.zeros(()),
+    )
 
 
 def _cotangents(out: Any, factor: Any) -> Any:
@@ -73,7 +79,11 @@ def _pulled(T: Any, f: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tens
 
 def _pulled_twice(T: Any, f: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     out, pull, aux = T.vjp(lambda x: (f(x), x * 3), x, has_aux=True)
-    return _total(pull(_cotangents(out, factor))) + _total(pull(_cotangents(out, factor * 2))) + _total(aux)
+    return (
+        _total(pull(_cotangents(out, factor)))
+        + _total(pull(_cotangents(out, factor * 2)))
+        + _total(aux)
+    )
 
 
 def _pushed(T: Any, f: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +98,9 @@ AROUND: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "autograd": lambda T, f: f(X.clone().requires_grad_()),
     "grad": lambda T, f: T.grad(f)(X).sum(),
     "vmap": lambda T, f: T.vmap(f, randomness="different")(torch.stack([X, X * 2])).sum(),
-    "vmap of grad": lambda T, f: T.vmap(T.grad(f), randomness="different")(torch.stack([X, X * 2])).sum(),
+    "vmap of grad": lambda T, f: T.vmap(T.grad(f), randomness="different")(
+        torch.stack([X, X * 2])
+    ).sum(),
     "jvp": lambda T, f: sum(T.jvp(f, (X,), (X * 2,)), torch.zeros(())),
 }
 
@@ -106,7 +118,10 @@ def _run(T: Any, name: str, way: Any, around: str) -> list[Any]:
     if out.requires_grad:
         used = [p.weight, factor, *p.layer.parameters()]
         zeros = map(torch.zeros_like, used)
-        found += [z if g is None else g for z, g in zip(zeros, torch.autograd.grad(out, used, allow_unused=True), strict=True)]
+        found += [
+            z if g is None else g
+            for z, g in zip(zeros, torch.autograd.grad(out, used, allow_unused=True), strict=True)
+        ]
     return [found, p.steps]
 
 

@@ -1,4 +1,7 @@
-"""Ensembles and populations of torch modules that are trained in one program, on one device or on many."""
+"""Ensembles and populations of torch modules that are trained in one program, on one device or on
+many.
+"""
+
 from torchfunc_jax.ensemble import metrics
 from torchfunc_jax.ensemble.calibration import fit_joint_temperature, fit_temperature
 from torchfunc_jax.ensemble.checkpointing import Checkpoints, Preempted

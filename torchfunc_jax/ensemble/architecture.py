@@ -1,4 +1,7 @@
-"""What all members of an ensemble have in common: their architecture, which is compared, and the module that stands for all of them."""
+"""What all members of an ensemble have in common: their architecture, which is compared, and the
+module that stands for all of them.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -21,21 +24,45 @@ __all__ = ["compare", "computed", "different", "duplicate", "kinds", "shared_nam
 #: what stands behind the names of the parameters of which a hook computes a tensor before each call
 _HOOKED = ("_orig", "_g")  # torch.nn.utils: spectral_norm and prune, weight_norm
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"training"}
-_COMPARED = (list, tuple, Mapping, np.ndarray, FunctionType, functools.partial, type, enum.Enum, torch.dtype, type(None))
+_COMPARED = (
+    list,
+    tuple,
+    Mapping,
+    np.ndarray,
+    FunctionType,
+    functools.partial,
+    type,
+    enum.Enum,
+    torch.dtype,
+    type(None),
+)
 
 
-# -- one module for all members ------------------------------------------------------------------------------------------------------
+# -- one module for all members --------------------------------------------------------------------
 def _hooked(layer: nn.Module) -> list[str]:
-    """The tensors of a layer that hooks of torch.nn.utils compute of its parameters before each call."""
+    """The tensors of a layer that hooks of torch.nn.utils compute of its parameters before each
+    call.
+    """
     own = dict(layer.named_parameters(recurse=False))
-    return [name for name, x in vars(layer).items() if isinstance(x, torch.Tensor) and any(name + end in own for end in _HOOKED)]
+    return [
+        name
+        for name, x in vars(layer).items()
+        if isinstance(x, torch.Tensor) and any(name + end in own for end in _HOOKED)
+    ]
 
 
 def duplicate(module: nn.Module) -> nn.Module:
-    """A deep copy, in which hooks have still to compute their tensors; ``copy.deepcopy`` refuses tensors that are results of a call."""
+    """A deep copy, in which hooks have still to compute their tensors; ``copy.deepcopy`` refuses
+    tensors that are results of a call.
+    """
     known: dict[int, torch.Tensor] = {}
     for layer in module.modules():
-        known |= {id(x): x.detach().requires_grad_().clone() for x in vars(layer).values() if _is_result(x)}  # results again
+        # results again
+        known |= {
+            id(x): x.detach().requires_grad_().clone()
+            for x in vars(layer).values()
+            if _is_result(x)
+        }
         known |= {id(vars(layer)[name]): torch.empty(0) for name in _hooked(layer)}
     return copy.deepcopy(module, known)
 
@@ -44,7 +71,8 @@ def computed(module: nn.Module) -> nn.Module:
     """The module, in which hooks have computed their tensors of the values that it has now."""
     for layer in module.modules():
         for name in _hooked(layer):
-            mode, layer.training = layer.training, False  # else spectral_norm takes a step of its iteration
+            # else spectral_norm takes a step of its iteration
+            mode, layer.training = layer.training, False
             for hook in layer._forward_pre_hooks.values():
                 if name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
                     hook(layer, ())
@@ -54,7 +82,9 @@ def computed(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """While entered, the module is called in a trace; what it stores in its attributes has no values afterwards, and is taken back."""
+    """While entered, the module is called in a trace; what it stores in its attributes has no
+    values afterwards, and is taken back.
+    """
     before = [(layer, dict(vars(layer))) for layer in module.modules()]
     try:
         yield
@@ -64,13 +94,20 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             vars(layer).update(attributes)
 
 
-# -- what all members share ----------------------------------------------------------------------------------------------------------
+# -- what all members share ------------------------------------------------------------------------
 def shared_names(module: nn.Module, shared: bool | Iterable[str]) -> list[str]:
-    """The parameters and buffers that the argument ``shared`` of an ensemble means; ValueError for one that is trained, or is not there."""
-    frozen = {name: not p.requires_grad for name, p in module.named_parameters()} | {name: True for name, _ in module.named_buffers()}
+    """The parameters and buffers that the argument ``shared`` of an ensemble means; ValueError for
+    one that is trained, or is not there.
+    """
+    frozen = {name: not p.requires_grad for name, p in module.named_parameters()} | {
+        name: True for name, _ in module.named_buffers()
+    }
     if shared is True:
         if not any(frozen.values()):
-            raise ValueError("shared: all parameters of the members require grad; call requires_grad_(False) on those that are shared")
+            raise ValueError(
+                "shared: all parameters of the members require grad; call requires_grad_(False) on "
+                "those that are shared"
+            )
         return [name for name, one in frozen.items() if one]
     if isinstance(shared, str):
         raise TypeError(f"shared: expected True, False or a list of names, got {shared!r}")
@@ -78,9 +115,15 @@ def shared_names(module: nn.Module, shared: bool | Iterable[str]) -> list[str]:
     for asked in shared or ():
         below = [name for name in frozen if name == asked or name.startswith(f"{asked}.")]
         if not below:
-            raise ValueError(f"shared: no parameter, buffer or submodule of a member is named {asked!r}; it has {', '.join(frozen)}")
+            raise ValueError(
+                f"shared: no parameter, buffer or submodule of a member is named {asked!r}; it has "
+                f"{', '.join(frozen)}"
+            )
         if trained := next((name for name in below if not frozen[name]), None):
-            raise ValueError(f"shared: {trained!r} requires grad, and so is trained in each member; call requires_grad_(False) on it first")
+            raise ValueError(
+                f"shared: {trained!r} requires grad, and so is trained in each member; call "
+                "requires_grad_(False) on it first"
+            )
         found.update(below)
     return [name for name in frozen if name in found]
 
@@ -93,19 +136,25 @@ def different(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not torch.equal(a, b) and not bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-# -- one architecture ----------------------------------------------------------------------------------------------------------------
+# -- one architecture ------------------------------------------------------------------------------
 def kinds(module: nn.Module) -> dict[str, Any]:
-    """What must be the same in all members: the layers' classes, their attributes, their tensors' shapes and dtypes."""
+    """What must be the same in all members: the layers' classes, their attributes, their tensors'
+    shapes and dtypes.
+    """
     found: dict[str, Any] = {}
     for path, layer in module.named_modules():
-        found[path or "the module"] = type_before_parametrizations(layer)  # torch makes a class for each parametrized layer
+        # torch makes a class for each parametrized layer
+        found[path or "the module"] = type_before_parametrizations(layer)
         left_out = {*_OF_EVERY_MODULE, *_hooked(layer)}
         for name, value in vars(layer).items():
             if name not in left_out and not name.startswith("__") and _is_compared(value):
                 found[f"{path}.{name}" if path else name] = value
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(t):
-            raise TypeError(f"make_member: {name!r} is not initialized; call the module once, so that it has a shape")
+            raise TypeError(
+                f"make_member: {name!r} is not initialized; call the module "
+                "once, so that it has a shape"
+            )
         found[name] = (tuple(t.shape), t.dtype, t.requires_grad)
     return found
 
@@ -122,10 +171,14 @@ def compare(template: nn.Module, expected: Mapping[str, Any], module: nn.Module,
         if _same(ours, theirs, own):
             continue
         if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            raise ValueError(f"{who}: the tensor {name!r} is neither a parameter nor a buffer, and it differs; use register_buffer")
+            raise ValueError(
+                f"{who}: the tensor {name!r} is neither a parameter nor a buffer, and it differs; "
+                "use register_buffer"
+            )
         what = "parameter or buffer" if name in tensors else "attribute or layer"
         raise ValueError(
-            f"all members must have one architecture, and the {what} {name!r} is {_shown(ours)} in member 0, {_shown(theirs)} in {who}"
+            f"all members must have one architecture, and the {what} {name!r} is {_shown(ours)} in "
+            f"member 0, {_shown(theirs)} in {who}"
         )
 
 
@@ -139,7 +192,9 @@ def _is_compared(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any, own: set[int]) -> bool:
-    """Whether two attributes say the same; own: the ids of parameters and buffers, which are compared by themselves."""
+    """Whether two attributes say the same; own: the ids of parameters and buffers, which are
+    compared by themselves.
+    """
     if a is b or _is_result(a) or _is_result(b) or isinstance(a, weakref.ReferenceType):
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -155,9 +210,15 @@ def _same(a: Any, b: Any, own: set[int]) -> bool:
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, functools.partial):
-        return all(_same(x, y, own) for x, y in ((a.func, b.func), (a.args, b.args), (a.keywords, b.keywords)))
+        return all(
+            _same(x, y, own)
+            for x, y in ((a.func, b.func), (a.args, b.args), (a.keywords, b.keywords))
+        )
     if isinstance(a, FunctionType):  # a lambda of each member
-        ours, theirs = ([f.__defaults__, f.__kwdefaults__, [c.cell_contents for c in f.__closure__ or ()]] for f in (a, b))
+        ours, theirs = (
+            [f.__defaults__, f.__kwdefaults__, [c.cell_contents for c in f.__closure__ or ()]]
+            for f in (a, b)
+        )
         return a.__code__ == b.__code__ and _same(ours, theirs, own)
     if not _is_compared(a):
         return True  # such as a torch.Generator: nobody can say

@@ -1,4 +1,7 @@
-"""Temperature scaling: the temperature of logits that fits held-out labels best, of each member, of the mean, or of all members at once."""
+"""Temperature scaling: the temperature of logits that fits held-out labels best, of each member, of
+the mean, or of all members at once.
+"""
+
 from __future__ import annotations
 
 import math
@@ -15,25 +18,33 @@ _STEPS = 200  # bisection alone needs 60
 
 
 @public
-def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)) -> torch.Tensor:
-    """The temperature T for which softmax(logits / T) has the least negative log-likelihood of held-out labels.
+def fit_temperature(
+    logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)
+) -> torch.Tensor:
+    """The temperature T for which softmax(logits / T) has the least negative log-likelihood of
+    held-out labels.
 
-    The likelihood is convex in 1/T, so that there is one such temperature: it is found by Newton's method inside of a bisection.
+    The likelihood is convex in 1/T, so that there is one such temperature: it is found by Newton's
+    method inside of a bisection.
 
     Args:
-        logits: floating-point, [..., N, C]: the members' for a temperature of each, or the logarithm of the mean probability,
-            for a temperature of the mean. They are used in float64.
+        logits: floating-point, [..., N, C]: the members' for a temperature of each, or the
+            logarithm of the mean probability, for a temperature of the mean. They are used in
+            float64.
         labels: integers from 0 to C - 1, [N]: of data that no member was trained on.
-        limits: the temperatures to choose from. If every row is right the best one is 0, and if the logits are worse than none it is
-            infinite: then the result is the limit.
+        limits: the temperatures to choose from. If every row is right the best one is 0, and if the
+            logits are worse than none it is infinite: then the result is the limit.
 
     Returns:
-        torch.Tensor: float64, [...]; divide logits by it, or pass it to ``predict(..., temperature=)``.
+        torch.Tensor: float64, [...]; divide logits by it, or pass it to
+            ``predict(..., temperature=)``.
 
     Raises:
-        ValueError, TypeError: the labels do not fit, or a logit is NaN or infinite (minus infinity is a probability of 0).
+        ValueError, TypeError: the labels do not fit, or a logit is NaN or infinite (minus infinity
+            is a probability of 0).
 
-    Source: Guo et al. 2017, https://arxiv.org/abs/1706.04599; torch_uncertainty.post_processing.TemperatureScaler
+    Source: Guo et al. 2017, https://arxiv.org/abs/1706.04599;
+    torch_uncertainty.post_processing.TemperatureScaler
 
     Example:
         >>> import torch
@@ -56,11 +67,15 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[fl
 
 
 @public
-def fit_joint_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)) -> torch.Tensor:
-    """The one temperature of all members for which the mean of their probabilities has the least negative log-likelihood.
+def fit_joint_temperature(
+    logits: torch.Tensor, labels: torch.Tensor, limits: tuple[float, float] = (0.01, 100.0)
+) -> torch.Tensor:
+    """The one temperature of all members for which the mean of their probabilities has the least
+    negative log-likelihood.
 
-    Members that are each calibrated make a mean that is too unsure; this calibrates the mean, and keeps the members' probabilities.
-    The likelihood need not be convex: the best of 200 temperatures, evenly spaced in their logarithm, is refined by golden sections.
+    Members that are each calibrated make a mean that is too unsure; this calibrates the mean, and
+    keeps the members' probabilities. The likelihood need not be convex: the best of 200
+    temperatures, evenly spaced in their logarithm, is refined by golden sections.
 
     Args:
         logits: floating-point, [members, N, C].
@@ -109,9 +124,12 @@ def fit_joint_temperature(logits: torch.Tensor, labels: torch.Tensor, limits: tu
 
 
 def _root(
-    slopes: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], beta: torch.Tensor, limits: tuple[float, float]
+    slopes: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    beta: torch.Tensor,
+    limits: tuple[float, float],
 ) -> torch.Tensor:
-    """Where a rising function of beta = 1 / T crosses zero, in each place; the limit if it does not.
+    """Where a rising function of beta = 1 / T crosses zero, in each place; the limit if it does
+    not.
 
     Newton's steps, or bisection where they leave the bracket or do not halve the step before.
     """
@@ -137,7 +155,10 @@ def _held_out(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
     labels_of(labels, logits)
     z = logits.detach().double()
     if z.isnan().any() or (z == math.inf).any() or (z == -math.inf).all(-1).any():
-        raise ValueError("logits: expected finite numbers (or minus infinity for a probability of 0), got NaN or infinity")
+        raise ValueError(
+            "logits: expected finite numbers (or minus infinity for a probability "
+            "of 0), got NaN or infinity"
+        )
     labels = labels.to(z.device, torch.int64)
     if (z.gather(-1, labels.expand(z.shape[:-1]).unsqueeze(-1)) == -math.inf).any():
         raise ValueError("logits: a label has the probability 0 at every temperature")

@@ -1,4 +1,7 @@
-"""What happens to members during training: early stopping, successive halving, and population based training."""
+"""What happens to members during training: early stopping, successive halving, and population based
+training.
+"""
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,15 +31,23 @@ def _scores(trainer: _Trainer, values: Any, name: str) -> np.ndarray:
     values = values.detach().cpu() if isinstance(values, torch.Tensor) else values
     found = gathered(values) if isinstance(values, jax.Array) else np.asarray(values)
     if found.shape != (len(trainer.ensemble),):
-        raise ValueError(f"{name}: expected {len(trainer.ensemble)} numbers, one for each member, got shape {found.shape}")
+        raise ValueError(
+            f"{name}: expected {len(trainer.ensemble)} numbers, one for each member, got shape "
+            f"{found.shape}"
+        )
     return np.nan_to_num(found.astype(np.float32), nan=np.inf, posinf=np.inf, neginf=-np.inf)
 
 
 @public
 def early_stop(
-    trainer: _Trainer, values: Any, patience: int | None, min_delta: float = 0.0, keep_best: bool = False
+    trainer: _Trainer,
+    values: Any,
+    patience: int | None,
+    min_delta: float = 0.0,
+    keep_best: bool = False,
 ) -> torch.Tensor:
-    """Freeze the members whose value has not become smaller for a while; a frozen member takes no more steps.
+    """Freeze the members whose value has not become smaller for a while; a frozen member takes no
+    more steps.
 
     Args:
         trainer: whose state is changed.
@@ -54,7 +65,9 @@ def early_stop(
     Example:
         >>> import torch
         >>> from torchfunc_jax.ensemble import Ensemble, Trainer, early_stop
-        >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=2), torch.nn.functional.mse_loss)
+        >>> trainer = Trainer(
+        ...     Ensemble(lambda: torch.nn.Linear(3, 1), n=2), torch.nn.functional.mse_loss
+        ... )
         >>> for values in ([1.0, 1.0], [0.5, 1.5]):
         ...     active = early_stop(trainer, values, patience=1)
         >>> active
@@ -67,14 +80,18 @@ def early_stop(
     limit = np.iinfo(np.int32).max if patience is None else patience
     best = (state.best_params or state.params) if keep_best else {}
     counters = state.best, state.waited, state.active
-    *counters, best = _stopped(counters, given, limit, min_delta, best, state.params if keep_best else {})
+    *counters, best = _stopped(
+        counters, given, limit, min_delta, best, state.params if keep_best else {}
+    )
     after = dict(zip(("best", "waited", "active"), counters, strict=True))
     trainer.state = dataclasses.replace(state, **after, best_params=best or state.best_params)
     return gathered_tensor(after["active"])
 
 
 @jax.jit
-def _stopped(counters: Any, values: jax.Array, patience: Any, min_delta: Any, best_params: Any, params: Any) -> Any:
+def _stopped(
+    counters: Any, values: jax.Array, patience: Any, min_delta: Any, best_params: Any, params: Any
+) -> Any:
     best, waited, active = counters
     better = active & (values < best - min_delta)
     waited = jnp.where(active, jnp.where(better, 0, waited + 1), waited)
@@ -82,7 +99,12 @@ def _stopped(counters: Any, values: jax.Array, patience: Any, min_delta: Any, be
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(better.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
-    return jnp.where(better, values, best), waited, active & (waited < patience), jax.tree.map(one, best_params, params)
+    return (
+        jnp.where(better, values, best),
+        waited,
+        active & (waited < patience),
+        jax.tree.map(one, best_params, params),
+    )
 
 
 @public
@@ -105,7 +127,9 @@ def halve(trainer: _Trainer, scores: Any, keep: float = 0.5) -> list[int]:
     Example:
         >>> import torch
         >>> from torchfunc_jax.ensemble import Ensemble, Trainer, halve
-        >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=4), torch.nn.functional.mse_loss)
+        >>> trainer = Trainer(
+        ...     Ensemble(lambda: torch.nn.Linear(3, 1), n=4), torch.nn.functional.mse_loss
+        ... )
         >>> halve(trainer, [0.3, 0.1, float("nan"), 0.2]), len(trainer.ensemble)
         ([1, 3], 2)
     """
@@ -120,31 +144,43 @@ def halve(trainer: _Trainer, scores: Any, keep: float = 0.5) -> list[int]:
 
 @public
 def exploit(
-    trainer: _Trainer, scores: Any, fraction: float = 0.25, perturb: Mapping[str, tuple[float, ...]] | None = None, seed: int = 0
+    trainer: _Trainer,
+    scores: Any,
+    fraction: float = 0.25,
+    perturb: Mapping[str, tuple[float, ...]] | None = None,
+    seed: int = 0,
 ) -> list[int]:
-    """Population based training: the worst members become copies of some of the best, and their copied numbers are perturbed.
+    """Population based training: the worst members become copies of some of the best, and their
+    copied numbers are perturbed.
 
-    Weights, buffers, optimizer state and numbers are copied by one gather; the copies keep their own random states.
+    Weights, buffers, optimizer state and numbers are copied by one gather; the copies keep their
+    own random states.
 
     Args:
         trainer: whose state is changed.
         scores: [n]; smaller is better, NaN is worst.
-        fraction: which part is replaced, by members drawn from the best part of the same size; at most a half.
-        perturb: the name of a number -> factors, of which each copy draws one; None: {"lr": (0.8, 1.2)}.
-        seed: of the draws; each call with the same seed at the same step draws the same, in all processes.
+        fraction: which part is replaced, by members drawn from the best part of the same size; at
+            most a half.
+        perturb: the name of a number -> factors, of which each copy draws one; None: {"lr": (0.8,
+            1.2)}.
+        seed: of the draws; each call with the same seed at the same step draws the same, in all
+            processes.
 
     Returns:
         list: for each member, the index of the one it is a copy of; its own where it was kept.
 
     Raises:
-        ValueError: the scores are not [n]; fraction is not between 0 and 0.5; the trainer has no such number.
+        ValueError: the scores are not [n]; fraction is not between 0 and 0.5; the trainer has no
+            such number.
 
     Source: Jaderberg et al., https://arxiv.org/abs/1711.09846
 
     Example:
         >>> import torch
         >>> from torchfunc_jax.ensemble import Ensemble, Trainer, exploit
-        >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=4), torch.nn.functional.mse_loss, lr=0.1)
+        >>> trainer = Trainer(
+        ...     Ensemble(lambda: torch.nn.Linear(3, 1), n=4), torch.nn.functional.mse_loss, lr=0.1
+        ... )
         >>> exploit(trainer, [0.3, 0.1, 0.4, 0.2], fraction=0.25)
         [0, 1, 1, 3]
     """
@@ -153,7 +189,10 @@ def exploit(
     factors = {"lr": (0.8, 1.2)} if perturb is None else perturb
     for name in factors:
         if not isinstance(trainer.state.numbers.get(name), jax.Array):
-            raise ValueError(f"perturb: the trainer has no number {name!r} for each member; it has {', '.join(trainer.state.numbers)}")
+            raise ValueError(
+                f"perturb: the trainer has no number {name!r} for each member; it has "
+                f"{', '.join(trainer.state.numbers)}"
+            )
     found = _scores(trainer, scores, "scores")
     n, count = len(found), max(1, int(fraction * len(found)))
     ranked = np.argsort(found, kind="stable")
@@ -164,7 +203,9 @@ def exploit(
     copied, place, state = sources != np.arange(n), trainer.ensemble.placement, trainer.state
     numbers = dict(state.numbers)
     for name, choices in factors.items():
-        scale = np.where(copied, draw.choice(np.asarray(choices, np.float64), n), 1.0).astype(numbers[name].dtype)
+        scale = np.where(copied, draw.choice(np.asarray(choices, np.float64), n), 1.0).astype(
+            numbers[name].dtype
+        )
         numbers[name] = _product(numbers[name], place.put_rows(scale, MEMBER))
     trainer.state = dataclasses.replace(state, numbers=numbers)
     return sources.tolist()

@@ -1,4 +1,7 @@
-"""``Ensemble``: many torch modules of one architecture, whose parameters and buffers are stacked in jax.Arrays on one or many devices."""
+"""``Ensemble``: many torch modules of one architecture, whose parameters and buffers are stacked in
+jax.Arrays on one or many devices.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +22,15 @@ from bridge import checkpoint_files, compiling
 from bridge.convert import tensors
 from bridge.errors import public_methods
 from bridge.modules import as_tensor
-from torchfunc_jax.ensemble.architecture import compare, computed, different, duplicate, kinds, shared_names, unchanged
+from torchfunc_jax.ensemble.architecture import (
+    compare,
+    computed,
+    different,
+    duplicate,
+    kinds,
+    shared_names,
+    unchanged,
+)
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, Placement, crossing, gathered, row
 
 Rows = dict[str, jax.Array]
@@ -27,31 +38,37 @@ Rows = dict[str, jax.Array]
 
 @public_methods
 class Ensemble:
-    """``n`` torch modules of one architecture; each lies on the device that keeps it, built there one by one.
+    """``n`` torch modules of one architecture; each lies on the device that keeps it, built there
+    one by one.
 
-    Member i is what ``make_member()`` returns when torch's generator is seeded by ``seed`` and i, whatever n and the mesh; afterwards the
-    generator is as it was. Without a mesh all members are on JAX's default device. With several processes each of them makes the same
-    calls, and keeps the members of its own devices.
+    Member i is what ``make_member()`` returns when torch's generator is seeded by ``seed`` and i,
+    whatever n and the mesh; afterwards the generator is as it was. Without a mesh all members are
+    on JAX's default device. With several processes each of them makes the same calls, and keeps the
+    members of its own devices.
 
     Args:
         make_member: returns an nn.Module, the same architecture at each call.
         n: the number of members; with a mesh, a multiple of the size of its axis "member".
         seed: of the members' initial values.
-        mesh: ``jax.make_mesh((m, d), ("member", "data"))``, with axes that are Explicit or Auto; the axis "data" may be missing.
-        shared: which parameters and buffers are one array for all members, such as a frozen base under adapters: True for all parameters
-            that do not require grad and all buffers, or names of parameters, buffers and submodules. They are the same in all members,
-            and no step changes them.
+        mesh: ``jax.make_mesh((m, d), ("member", "data"))``, with axes that are Explicit or Auto;
+            the axis "data" may be missing.
+        shared: which parameters and buffers are one array for all members, such as a frozen base
+            under adapters: True for all parameters that do not require grad and all buffers, or
+            names of parameters, buffers and submodules. They are the same in all members, and no
+            step changes them.
 
     Attributes:
-        params, buffers: name -> jax.Array [n, *shape]; 64-bit types become 32-bit unless JAX's ``jax_enable_x64`` is on. A ``Trainer``
-            reuses their memory in each of its steps.
-        shared: name -> jax.Array [*shape], on each device of the mesh: the parameters and buffers that all members share.
+        params, buffers: name -> jax.Array [n, *shape]; 64-bit types become 32-bit unless JAX's
+            ``jax_enable_x64`` is on. A ``Trainer`` reuses their memory in each of its steps.
+        shared: name -> jax.Array [*shape], on each device of the mesh: the parameters and buffers
+            that all members share.
         template: a module of the architecture, with the initial values of member 0.
         mesh: as given.
 
     Raises:
-        ValueError: n is not a positive multiple of the axis "member"; another axis; members that differ in architecture, with the name of
-            the parameter or layer, the member, and both shapes; something shared that requires grad, or that differs between members.
+        ValueError: n is not a positive multiple of the axis "member"; another axis; members that
+            differ in architecture, with the name of the parameter or layer, the member, and both
+            shapes; something shared that requires grad, or that differs between members.
         TypeError: ``make_member`` returns no module, or one without values.
 
     Source: ``torch.func.stack_module_state``; https://docs.jax.dev/en/latest/201/sharding.html
@@ -66,13 +83,21 @@ class Ensemble:
         A base that all members share, each with a head of its own:
 
         >>> base = torch.nn.Linear(3, 5).requires_grad_(False)
-        >>> heads = Ensemble(lambda: torch.nn.Sequential(base, torch.nn.Linear(5, 2)), n=4, shared=True)
+        >>> heads = Ensemble(
+        ...     lambda: torch.nn.Sequential(base, torch.nn.Linear(5, 2)), n=4, shared=True
+        ... )
         >>> heads.params["1.weight"].shape, heads.shared["0.weight"].shape
         ((4, 2, 5), (5, 3))
     """
 
     def __init__(
-        self, make_member: Callable[[], nn.Module], n: int, seed: int = 0, mesh: Mesh | None = None, *, shared: bool | Iterable[str] = False
+        self,
+        make_member: Callable[[], nn.Module],
+        n: int,
+        seed: int = 0,
+        mesh: Mesh | None = None,
+        *,
+        shared: bool | Iterable[str] = False,
     ) -> None:
         def make(i: int) -> nn.Module:
             with _seeded(seed, i):
@@ -81,7 +106,13 @@ class Ensemble:
         self._build(make, operator.index(n), mesh, shared, make_member)
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], mesh: Mesh | None = None, *, shared: bool | Iterable[str] = False) -> Ensemble:
+    def of(
+        cls,
+        modules: Iterable[nn.Module],
+        mesh: Mesh | None = None,
+        *,
+        shared: bool | Iterable[str] = False,
+    ) -> Ensemble:
         """An ensemble with the values of these modules, which are copied.
 
         Args:
@@ -103,7 +134,12 @@ class Ensemble:
         return made
 
     def _build(
-        self, make: Callable[[int], nn.Module], n: int, mesh: Mesh | None, shared: bool | Iterable[str], make_member: Any = None
+        self,
+        make: Callable[[int], nn.Module],
+        n: int,
+        mesh: Mesh | None,
+        shared: bool | Iterable[str],
+        make_member: Any = None,
     ) -> None:
         self.mesh, self.placement = mesh, Placement(mesh)
         self.placement.check(n)
@@ -111,10 +147,18 @@ class Ensemble:
         if not isinstance(first, nn.Module):
             raise TypeError(f"expected an nn.Module as member 0, got {type(first).__name__}")
         if hasattr(first, "_orig_mod"):
-            raise TypeError("expected the module itself, got what torch.compile makes of it; all members are compiled as one program")
+            raise TypeError(
+                "expected the module itself, got what torch.compile makes of it; all members are "
+                "compiled as one program"
+            )
         self._begin(computed(duplicate(first)), make_member)
         self._share(shared_names(self.template, shared))
-        self._set(n, self.placement.stacked(n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")))
+        self._set(
+            n,
+            self.placement.stacked(
+                n, lambda i: self._rows(first if i == 0 else make(i), f"member {i}")
+            ),
+        )
 
     def _begin(self, template: nn.Module, make_member: Callable[[], nn.Module] | None) -> None:
         self.template = template
@@ -122,17 +166,29 @@ class Ensemble:
         self._make_member = make_member
         self._programs: dict[Any, Any] = {}
         self.shared: Rows = {}
-        self.changes = 0  # how often other members came into some of its places, which a trainer has to know
+        # how often other members came into some of its places, which a trainer has to know
+        self.changes = 0
 
     def _share(self, names: Iterable[str]) -> None:
-        """Let all members share the template's tensors of these names: one array of each, on every device."""
+        """Let all members share the template's tensors of these names: one array of each, on every
+        device.
+        """
         own = _tensors(self.template)
-        self.shared = {name: self.placement.put_rows(own[name].detach().clone()) for name in names}  # the template keeps its memory
+        # the template keeps its memory
+        self.shared = {name: self.placement.put_rows(own[name].detach().clone()) for name in names}
 
     def _set(self, n: int, state: Rows) -> None:
         self._n = n
-        self.params = {name: state[name] for name, _ in self.template.named_parameters() if name not in self.shared}
-        self.buffers = {name: state[name] for name, _ in self.template.named_buffers() if name not in self.shared}
+        self.params = {
+            name: state[name]
+            for name, _ in self.template.named_parameters()
+            if name not in self.shared
+        }
+        self.buffers = {
+            name: state[name]
+            for name, _ in self.template.named_buffers()
+            if name not in self.shared
+        }
 
     def whole(self, params: Rows, buffers: Rows, shared: Rows) -> tuple[Rows, Rows]:
         """(params, buffers) of a module: those of its own, and those that all members share."""
@@ -143,19 +199,26 @@ class Ensemble:
         )
 
     def _rows(self, module: nn.Module, who: str) -> dict[str, Any]:
-        """The arrays of a module that is to be a member; ValueError if its architecture, or what is shared, is not the template's."""
+        """The arrays of a module that is to be a member; ValueError if its architecture, or what is
+        shared, is not the template's.
+        """
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module as {who}, got {type(module).__name__}")
         compare(self.template, self._kinds, module, who)
         here, there = _tensors(module), _tensors(self.template)
-        if unlike := next((name for name in self.shared if different(here[name], there[name])), None):
+        if unlike := next(
+            (name for name in self.shared if different(here[name], there[name])), None
+        ):
             raise ValueError(
-                f"shared: all members must have the same values in {unlike!r}, and {who} has others than member 0; make them from one "
-                "module, by copy.deepcopy, or do not share this one"
+                f"shared: all members must have the same values in {unlike!r}, and {who} has "
+                "others than member 0; make them from one module, by copy.deepcopy, or do not "
+                "share this one"
             )
-        return {name: crossing(t.detach(), name) for name, t in here.items() if name not in self.shared}
+        return {
+            name: crossing(t.detach(), name) for name, t in here.items() if name not in self.shared
+        }
 
-    # -- members -----------------------------------------------------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------
     def __len__(self) -> int:
         return self._n
 
@@ -163,12 +226,18 @@ class Ensemble:
         """Member i, a module of its own; LookupError if other processes keep it."""
         i = self._index(i)
         try:
-            params, buffers = ({name: row(x, i) for name, x in some.items()} for some in (self.params, self.buffers))
+            params, buffers = (
+                {name: row(x, i) for name, x in some.items()}
+                for some in (self.params, self.buffers)
+            )
         except LookupError:
             raise LookupError(
-                f"member {i} is kept by another process, this one keeps {self.local}; ask there, or write a checkpoint"
+                f"member {i} is kept by another process, this one keeps {self.local}; ask there, "
+                "or write a checkpoint"
             ) from None
-        return computed(bridge.load(duplicate(self.template), *self.whole(params, buffers, self._shared_here())))
+        return computed(
+            bridge.load(duplicate(self.template), *self.whole(params, buffers, self._shared_here()))
+        )
 
     def _shared_here(self) -> Rows:
         """What all members share, on one device of this process."""
@@ -186,7 +255,9 @@ class Ensemble:
     @property
     def local(self) -> list[int]:
         """The indices of the members that this process keeps."""
-        where = self.placement.sharding(MEMBER).addressable_devices_indices_map((len(self),)).values()
+        where = (
+            self.placement.sharding(MEMBER).addressable_devices_indices_map((len(self),)).values()
+        )
         return sorted({i for (rows,) in where for i in range(*rows.indices(len(self)))})
 
     def state_dict(self, i: int) -> dict[str, torch.Tensor]:
@@ -208,12 +279,13 @@ class Ensemble:
         """The state dicts of all members, in order; as ``state_dict``."""
         return [self.state_dict(i) for i in range(len(self))]
 
-    # -- changes -----------------------------------------------------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
     def append(self, *modules: nn.Module) -> None:
         """Add modules, whose values are copied, as the last members.
 
         Raises:
-            ValueError: another architecture, or a number of members that the mesh cannot keep: append several at once.
+            ValueError: another architecture, or a number of members that the mesh cannot keep:
+                append several at once.
 
         Example:
             >>> import torch
@@ -227,7 +299,9 @@ class Ensemble:
         self.placement.check(n)
         rows = [self._rows(module, f"member {before + k}") for k, module in enumerate(modules)]
         widened = self.placement.taken({**self.params, **self.buffers}, np.arange(n) % before)
-        self._set(n, self.placement.replaced(widened, dict(zip(range(before, n), rows, strict=True))))
+        self._set(
+            n, self.placement.replaced(widened, dict(zip(range(before, n), rows, strict=True)))
+        )
         self.changes += 1
 
     def drop(self, indices: int | Iterable[int]) -> None:
@@ -265,14 +339,17 @@ class Ensemble:
         """
         found = self._indices(indices)
         self.placement.check(len(found))
-        self._set(len(found), self.placement.taken({**self.params, **self.buffers}, np.array(found)))
+        self._set(
+            len(found), self.placement.taken({**self.params, **self.buffers}, np.array(found))
+        )
         self.changes += 1
 
     def _indices(self, indices: int | Iterable[int]) -> list[int]:
         return [self._index(i) for i in (indices if isinstance(indices, Iterable) else [indices])]
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
-        """Give members new initial values: those that they have in an ensemble of this seed. In training, use ``Trainer.reseed``.
+        """Give members new initial values: those that they have in an ensemble of this seed. In
+        training, use ``Trainer.reseed``.
 
         Raises:
             IndexError: there is no such member.
@@ -287,7 +364,10 @@ class Ensemble:
             True
         """
         if self._make_member is None:
-            raise ValueError("reseed: the ensemble was made of modules; it needs the function that makes a member")
+            raise ValueError(
+                "reseed: the ensemble was made of modules; it needs the function "
+                "that makes a member"
+            )
         rows = {}
         for i in set(self._indices(indices)) & set(self.local):
             with _seeded(seed, i):
@@ -296,7 +376,8 @@ class Ensemble:
         self.changes += 1
 
     def copy(self) -> Ensemble:
-        """An ensemble with copies of the values, for example a snapshot of one that is being trained.
+        """An ensemble with copies of the values, for example a snapshot of one that is being
+        trained.
 
         Example:
             >>> import torch
@@ -307,7 +388,9 @@ class Ensemble:
         return self.like(self.params, self.buffers)
 
     def like(self, params: Rows, buffers: Rows) -> Ensemble:
-        """An ensemble of this one's architecture and devices with copies of these values; what is shared, it shares too."""
+        """An ensemble of this one's architecture and devices with copies of these values; what is
+        shared, it shares too.
+        """
         made = Ensemble.__new__(Ensemble)
         made.mesh, made.placement = self.mesh, self.placement
         made._begin(self.template, self._make_member)
@@ -315,11 +398,13 @@ class Ensemble:
         made._set(len(self), _copied({**params, **buffers}))
         return made
 
-    # -- files -------------------------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all members to one file, as stacked tensors of ``torch.save``, and what they share once; the whole file or nothing.
+        """Write all members to one file, as stacked tensors of ``torch.save``, and what they share
+        once; the whole file or nothing.
 
-        It needs memory for the ensemble on this host; ``Checkpoints`` write what each device keeps, from all processes.
+        It needs memory for the ensemble on this host; ``Checkpoints`` write what each device keeps,
+        from all processes.
 
         Raises:
             LookupError: other processes keep some of the members.
@@ -334,19 +419,31 @@ class Ensemble:
             4
         """
         if len(self.local) < len(self):
-            raise LookupError("save: other processes keep some of the members; use Checkpoints, which write from all of them")
+            raise LookupError(
+                "save: other processes keep some of the members; use Checkpoints, "
+                "which write from all of them"
+            )
         target = Path(path)
         types = {name: t.dtype for name, t in _tensors(self.template).items()}
         every = ({**self.params, **self.buffers}, self._shared_here())
-        state, shared = ({name: as_tensor(gathered(x)).to(types[name]) for name, x in some.items()} for some in every)
+        state, shared = (
+            {name: as_tensor(gathered(x)).to(types[name]) for name, x in some.items()}
+            for some in every
+        )
         with checkpoint_files.staging(target) as folder:
             torch.save({"members": len(self), "state": state, "shared": shared}, folder / "members")
             checkpoint_files.sync(folder / "members")
             checkpoint_files.replace(folder / "members", target)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], make_member: Callable[[], nn.Module], mesh: Mesh | None = None) -> Ensemble:
-        """The ensemble in a file that ``save`` has written; each device's part of it is read by itself.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        make_member: Callable[[], nn.Module],
+        mesh: Mesh | None = None,
+    ) -> Ensemble:
+        """The ensemble in a file that ``save`` has written; each device's part of it is read by
+        itself.
 
         Args:
             path: the file.
@@ -354,37 +451,57 @@ class Ensemble:
             mesh: of any shape.
 
         Raises:
-            ValueError: the file is of another architecture; a number of members that the mesh cannot keep.
+            ValueError: the file is of another architecture; a number of members that the mesh
+                cannot keep.
         """
         found = torch.load(path, mmap=True, weights_only=True)
         if not isinstance(found, dict) or set(found) | {"shared"} != {"members", "shared", "state"}:
             raise ValueError(f"{path}: expected a file that Ensemble.save has written")
-        made, n, state, shared = cls.__new__(cls), found["members"], found["state"], found.get("shared", {})
+        made, n, state, shared = (
+            cls.__new__(cls),
+            found["members"],
+            found["state"],
+            found.get("shared", {}),
+        )
         made.mesh, made.placement = mesh, Placement(mesh)
         made.placement.check(n)
         with _seeded(0, 0):
             made._begin(make_member(), make_member)
         own, saved = _tensors(made.template), {**state, **shared}
         for name in {**own, **saved}:
-            here, there = (list(some[name].shape) if name in some else "nothing" for some in (own, saved))
-            if name not in own or name not in saved or list(saved[name].shape) != [*[n] * (name in state), *own[name].shape]:
-                raise ValueError(f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a member of make_member")
+            here, there = (
+                list(some[name].shape) if name in some else "nothing" for some in (own, saved)
+            )
+            if (
+                name not in own
+                or name not in saved
+                or list(saved[name].shape) != [*[n] * (name in state), *own[name].shape]
+            ):
+                raise ValueError(
+                    f"{path}: {name!r} is {there} in the file of {n} members, and {here} in a "
+                    "member of make_member"
+                )
         made.shared = {name: made.placement.put_rows(x.clone()) for name, x in shared.items()}
         made._set(n, {name: made.placement.from_rows(x) for name, x in state.items()})
-        params, buffers = ({name: row(x, made.local[0]) for name, x in some.items()} for some in (made.params, made.buffers))
+        params, buffers = (
+            {name: row(x, made.local[0]) for name, x in some.items()}
+            for some in (made.params, made.buffers)
+        )
         computed(bridge.load(made.template, *made.whole(params, buffers, made._shared_here())))
         return made
 
-    # -- outputs -----------------------------------------------------------------------------------------------------------------------
+    # -- outputs -----------------------------------------------------------------------------------
     def logits(self, inputs: Any, *, chunk: int | None = None) -> Any:
         """Every member's output in evaluation mode, by one compiled program.
 
         Args:
-            inputs: a tensor [B, ...] that every member is called with; a tuple or dict of tensors is taken as the arguments.
+            inputs: a tensor [B, ...] that every member is called with; a tuple or dict of tensors
+                is taken as the arguments.
             chunk: how many members of a device run at a time; None: all of them.
 
         Returns:
-            torch.Tensor: [n, B, ...] on the CPU; if a member returns a tree, a tree of such tensors.
+            torch.Tensor: [n, B, ...] on the CPU; if a member returns a tree, a tree of such
+                tensors.
 
         Raises:
             flax.errors.InvalidRngError: the members draw random numbers in evaluation mode.
@@ -397,37 +514,85 @@ class Ensemble:
         """
         place = self.placement
         leaves = jax.tree.leaves(inputs)
-        rows, wide = {x.shape[0] if x.ndim else None for x in leaves}, wide_types(leaves, self.template)
+        rows, wide = (
+            {x.shape[0] if x.ndim else None for x in leaves},
+            wide_types(leaves, self.template),
+        )
 
         def one(params: Rows, buffers: Rows, shared: Rows, inputs: Any) -> Any:
             with jax.enable_x64(True):
-                args, kwargs = arguments(widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype))))
+                args, kwargs = arguments(
+                    widened(inputs, wide, lambda x, dtype: x.astype(tensors.dtypes.to_jax(dtype)))
+                )
             with unchanged(self.template):
-                return bridge.call(self.template, *self.whole(params, buffers, shared), args, kwargs, training=False)[0]
+                return bridge.call(
+                    self.template,
+                    *self.whole(params, buffers, shared),
+                    args,
+                    kwargs,
+                    training=False,
+                )[0]
 
         def program(axis: str | None) -> Any:
             every, members = lanes(one, (0, 0, None, None), chunk), place.spec(MEMBER)
-            return jax.jit(place.over(every, (members, members, place.spec(), place.spec(axis)), place.spec(MEMBER, axis), False))
+            return jax.jit(
+                place.over(
+                    every,
+                    (members, members, place.spec(), place.spec(axis)),
+                    place.spec(MEMBER, axis),
+                    False,
+                )
+            )
 
-        key = (jax.tree.structure(inputs), tuple((x.shape, str(x.dtype)) for x in leaves), wide, chunk)
+        key = (
+            jax.tree.structure(inputs),
+            tuple((x.shape, str(x.dtype)) for x in leaves),
+            wide,
+            chunk,
+        )
         with compiling.correctly():
             if key not in self._programs:
-                axis = DATA if len(rows) == 1 and None not in rows and not rows.copy().pop() % place.size(DATA) else None
-                if axis is not None and place.size(DATA) > 1:  # each device takes a part of the rows, if each output has these rows
-                    alone = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (self.params, self.buffers))
+                axis = (
+                    DATA
+                    if len(rows) == 1
+                    and None not in rows
+                    and not rows.copy().pop() % place.size(DATA)
+                    else None
+                )
+                # each device takes a part of the rows, if each output has these rows
+                if axis is not None and place.size(DATA) > 1:
+                    alone = jax.tree.map(
+                        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+                        (self.params, self.buffers),
+                    )
                     outs = jax.eval_shape(one, *alone, self.shared, jax.tree.map(as_shape, inputs))
-                    axis = DATA if all(x.shape[:1] == leaves[0].shape[:1] for x in jax.tree.leaves(outs)) else None
+                    axis = (
+                        DATA
+                        if all(x.shape[:1] == leaves[0].shape[:1] for x in jax.tree.leaves(outs))
+                        else None
+                    )
                 self._programs[key] = program(axis), axis
             run, axis = self._programs[key]
-            out = run(self.params, self.buffers, self.shared, jax.tree.map(lambda x: place.put_rows(x, axis), inputs))
+            out = run(
+                self.params,
+                self.buffers,
+                self.shared,
+                jax.tree.map(lambda x: place.put_rows(x, axis), inputs),
+            )
         return jax.tree.map(lambda x: as_tensor(gathered(x)), out)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, index: int) -> Iterator[None]:
-    """While entered, torch draws the numbers of this member; afterwards its generators are as they were."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        torch.manual_seed(int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1))
+    """While entered, torch draws the numbers of this member; afterwards its generators are as they
+    were.
+    """
+    with torch.random.fork_rng(
+        devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    ):
+        torch.manual_seed(
+            int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
+        )
         yield
 
 
@@ -436,7 +601,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
-# -- functions of one member ---------------------------------------------------------------------------------------------------------------
+# -- functions of one member -----------------------------------------------------------------------
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs as positional and keyword arguments of a member."""
     if isinstance(inputs, Mapping):
@@ -445,9 +610,16 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def wide_types(leaves: Iterable[Any], member: nn.Module) -> tuple[torch.dtype | None, ...]:
-    """The 64-bit types that a member needs of these tensors and arrays, of which JAX makes 32-bit ones: of integers, and its own."""
+    """The 64-bit types that a member needs of these tensors and arrays, of which JAX makes 32-bit
+    ones: of integers, and its own.
+    """
+
     def of(x: Any) -> torch.dtype | None:
-        name = None if isinstance(x, jax.Array) else str(getattr(x, "dtype", None)).removeprefix("torch.")
+        name = (
+            None
+            if isinstance(x, jax.Array)
+            else str(getattr(x, "dtype", None)).removeprefix("torch.")
+        )
         if name == "float64" and any(p.dtype is torch.float64 for p in member.parameters()):
             return torch.float64
         return torch.int64 if name == "int64" else None
@@ -455,10 +627,14 @@ def wide_types(leaves: Iterable[Any], member: nn.Module) -> tuple[torch.dtype | 
     return tuple(of(x) for x in leaves)
 
 
-def widened(tree: Any, wide: tuple[torch.dtype | None, ...], cast: Callable[[Any, torch.dtype], Any]) -> Any:
+def widened(
+    tree: Any, wide: tuple[torch.dtype | None, ...], cast: Callable[[Any, torch.dtype], Any]
+) -> Any:
     """A tree whose leaves are cast to what ``wide_types`` has found."""
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [cast(x, t) if t else x for x, t in zip(leaves, wide, strict=True)])
+    return jax.tree.unflatten(
+        structure, [cast(x, t) if t else x for x, t in zip(leaves, wide, strict=True)]
+    )
 
 
 def as_shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -467,8 +643,12 @@ def as_shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(x.shape), jax.dtypes.canonicalize_dtype(dtype))
 
 
-def lanes(one: Callable[..., Any], in_axes: tuple[Any, ...], chunk: int | None) -> Callable[..., Any]:
-    """A function of one member as a function of all: by vmap, or chunk by chunk. Axes are 0, or None for what all members share."""
+def lanes(
+    one: Callable[..., Any], in_axes: tuple[Any, ...], chunk: int | None
+) -> Callable[..., Any]:
+    """A function of one member as a function of all: by vmap, or chunk by chunk. Axes are 0, or
+    None for what all members share.
+    """
     if chunk is None:
         return jax.vmap(one, in_axes)
 
@@ -477,7 +657,9 @@ def lanes(one: Callable[..., Any], in_axes: tuple[Any, ...], chunk: int | None) 
 
         def given(mapped: Any) -> Any:
             own = iter(mapped)
-            return one(*[next(own) if axis == 0 else a for a, axis in zip(args, in_axes, strict=True)])
+            return one(
+                *[next(own) if axis == 0 else a for a, axis in zip(args, in_axes, strict=True)]
+            )
 
         return jax.lax.map(given, mapped, batch_size=chunk)
 

@@ -1,4 +1,7 @@
-"""What one member minimizes: its loss on a batch, in torch, with its augmentation, precision, temperature and weights of terms."""
+"""What one member minimizes: its loss on a batch, in torch, with its augmentation, precision,
+temperature and weights of terms.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +22,9 @@ from torchfunc_jax.ensemble.synced_batch_norm import SyncedBatchNorm
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of ``Trainer`` by these names; synced: BatchNorm's statistics are taken over the mesh's axis "data"; shared: the names
-    of the parameters and buffers that all members share."""
+    """The arguments of ``Trainer`` by these names; synced: BatchNorm's statistics are taken over
+    the mesh's axis "data"; shared: the names of the parameters and buffers that all members share.
+    """
 
     loss: Callable[..., Any]
     loss_of: str
@@ -42,7 +46,11 @@ class Objective(nn.Module):
             return self._value(*args)
 
     def _value(
-        self, numbers: Mapping[str, Any], batch: tuple[Any, ...], wide: tuple[torch.dtype | None, ...], augmented: bool
+        self,
+        numbers: Mapping[str, Any],
+        batch: tuple[Any, ...],
+        wide: tuple[torch.dtype | None, ...],
+        augmented: bool,
     ) -> torch.Tensor:
         how = self.settings
         before = {name: (t, t._version) for name, t in self._constant()}
@@ -66,40 +74,72 @@ class Objective(nn.Module):
         for name, t in self._constant():
             if t is not before[name][0] or t._version != before[name][1]:
                 raise ValueError(
-                    f"member: its forward writes to {name!r}, which all members share (shared=), as BatchNorm does in training mode; share "
-                    "other parameters and buffers by their names, or let that layer be in evaluation mode (training=None)"
-                    if name in how.shared else
-                    f"member: its forward writes to the parameter {name!r} (as nn.Embedding with max_norm does), and the step would lose "
-                    "what it writes; let it compute with a changed copy, or write to a buffer"
+                    (
+                        f"member: its forward writes to {name!r}, which all members share "
+                        "(shared=), as BatchNorm does in training mode; share other parameters and "
+                        "buffers by their names, or let that layer be in evaluation mode "
+                        "(training=None)"
+                    )
+                    if name in how.shared
+                    else (
+                        f"member: its forward writes to the parameter {name!r} (as nn.Embedding "
+                        "with max_norm does), and the step would lose what it writes; let it "
+                        "compute with a changed copy, or write to a buffer"
+                    )
                 )
         return self._weighted(found, numbers.get("loss_weights"))
 
     def _constant(self) -> list[tuple[str, torch.Tensor]]:
-        """What the member may not write to: its parameters, and the buffers that all members share."""
-        return [*self.member.named_parameters(), *((name, t) for name, t in self.member.named_buffers() if name in self.settings.shared)]
+        """What the member may not write to: its parameters,
+        and the buffers that all members share.
+        """
+        return [
+            *self.member.named_parameters(),
+            *((name, t) for name, t in self.member.named_buffers() if name in self.settings.shared),
+        ]
 
     @staticmethod
     def _tempered(out: Any, numbers: Mapping[str, Any]) -> Any:
         if "temperature" not in numbers:
             return out
         if not isinstance(out, torch.Tensor):
-            raise TypeError(f"temperature: it divides a member's output, which must be a tensor; got {type(out).__name__}")
+            raise TypeError(
+                "temperature: it divides a member's output, which must be a tensor; got "
+                f"{type(out).__name__}"
+            )
         return out / numbers["temperature"].to(out.dtype)
 
     @staticmethod
     def _weighted(found: Any, weights: Any) -> torch.Tensor:
         terms = found if isinstance(found, Mapping) else {"": found}
         if not terms:
-            raise ValueError("loss: expected a tensor without dimensions, or a dict of them, got an empty dict")
+            raise ValueError(
+                "loss: expected a tensor without dimensions, or a dict of them, got an empty dict"
+            )
         for name, term in terms.items():
             if not isinstance(term, torch.Tensor) or term.dim():
-                what = f"shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else type(term).__name__
-                raise ValueError(f"loss: expected a tensor without dimensions{f' as {name!r}' if name else ''}, got {what}; take its mean")
+                what = (
+                    f"shape {tuple(term.shape)}"
+                    if isinstance(term, torch.Tensor)
+                    else type(term).__name__
+                )
+                raise ValueError(
+                    f"loss: expected a tensor without dimensions{f' as {name!r}' if name else ''}, "
+                    f"got {what}; take its mean"
+                )
             if not term.is_floating_point():
-                raise ValueError(f"loss: expected a floating-point tensor{f' as {name!r}' if name else ''}, got {term.dtype}")
+                raise ValueError(
+                    f"loss: expected a floating-point tensor{f' as {name!r}' if name else ''}, "
+                    f"got {term.dtype}"
+                )
         if weights is None:
             return functools.reduce(torch.add, terms.values())
         given = weights if isinstance(weights, Mapping) else {"": weights}
         if set(given) != set(terms):
-            raise ValueError(f"loss_weights: expected weights of {sorted(terms)}, which the loss returns, got {sorted(given)}")
-        return functools.reduce(torch.add, [terms[name] * given[name].to(terms[name].dtype) for name in terms])
+            raise ValueError(
+                f"loss_weights: expected weights of {sorted(terms)}, which the loss returns, got "
+                f"{sorted(given)}"
+            )
+        return functools.reduce(
+            torch.add, [terms[name] * given[name].to(terms[name].dtype) for name in terms]
+        )

@@ -1,4 +1,5 @@
 """``Trainer``: all members take a step of training in one compiled program."""
+
 from __future__ import annotations
 
 import contextlib
@@ -29,47 +30,66 @@ from torchfunc_jax.ensemble.state import FIELDS, TrainState
 _log = logging.getLogger("torchfunc_jax")
 Wide = tuple[torch.dtype | None, ...]  # of each tensor of a batch: see ``wide_types``
 Part = dict[str, Any]  # some fields of a ``TrainState``
-_CHANGED, _READ = ("optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")  # by a step; it also changes the members
-_ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74  # numbers folded into a member's key: the order of its data, its bootstrap sample
+# by a step; it also changes the members
+_CHANGED, _READ = ("optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")
+# numbers folded into a member's key: the order of its data, its bootstrap sample
+_ORDER, _BOOTSTRAP = 0x6F726465, 0x626F6F74
 
 
 @public_methods
 class Trainer:
-    """Trains all members of an ensemble at once: a step is one compiled program, in which each member has its own settings.
+    """Trains all members of an ensemble at once: a step is one compiled program, in which each
+    member has its own settings.
 
-    Of a number "[n]" each member has its own; a float is the same for all. Numbers may be functions of the member's step, a JAX integer,
-    which return a float.
+    Of a number "[n]" each member has its own; a float is the same for all. Numbers may be functions
+    of the member's step, a JAX integer, which return a float.
 
     Args:
-        ensemble: its ``params`` and ``buffers`` are replaced at each step, and their memory is used again.
-        loss: ``loss(outputs, *targets)`` of one member's outputs, a torch function that returns a tensor without dimensions, a mean over
-            the batch; or a dict of such tensors, whose sum is minimized.
-        optimizer: "sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta" or "rprop", as in torch.optim; or
-            Optax's: a function that makes one of numbers (``optax.adam``), or a finished one (``optax.adam(1e-3)``).
+        ensemble: its ``params`` and ``buffers`` are replaced at each step, and their memory is used
+            again.
+        loss: ``loss(outputs, *targets)`` of one member's outputs, a torch function that returns a
+            tensor without dimensions, a mean over the batch; or a dict of such tensors, whose sum
+            is minimized.
+        optimizer: "sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad",
+            "adadelta" or "rprop", as in torch.optim; or Optax's: a function that makes one of
+            numbers (``optax.adam``), or a finished one (``optax.adam(1e-3)``).
         lr, weight_decay: float or [n]; None: the optimizer's default.
         schedule: from the member's step to a factor of lr.
-        clip: float or [n]; the gradient of each member is scaled so that its norm is at most this, as ``clip_grad_norm_`` does.
+        clip: float or [n]; the gradient of each member is scaled so that its norm is at most this,
+            as ``clip_grad_norm_`` does.
         temperature: float or [n]; the member's output is divided by it before the loss.
-        loss_weights: float or [n], a factor of the loss; if the loss is a dict, a dict of them by the same names.
-        augment: ``augment(*batch)`` returns a batch, another one for each member: a torch function whose random numbers are the member's.
-        loss_of: "outputs", or "module": the loss is then ``loss(member, *batch)`` and calls the member itself.
-        reduction: "mean" or "sum": what the loss is over the batch; the parts of a batch on several devices are joined by it.
-        dtype: torch.bfloat16 or torch.float16: the members run under torch.autocast with it, and the parameters stay as they are.
-        accumulate: the batch is run in so many equal parts, one after another, and their gradients are joined.
-        chunk: how many members of a device run at a time; None: all. It is halved when the device's memory does not suffice.
+        loss_weights: float or [n], a factor of the loss; if the loss is a dict, a dict of them by
+            the same names.
+        augment: ``augment(*batch)`` returns a batch, another one for each member: a torch function
+            whose random numbers are the member's.
+        loss_of: "outputs", or "module": the loss is then ``loss(member, *batch)`` and calls the
+            member itself.
+        reduction: "mean" or "sum": what the loss is over the batch; the parts of a batch on several
+            devices are joined by it.
+        dtype: torch.bfloat16 or torch.float16: the members run under torch.autocast with it, and
+            the parameters stay as they are.
+        accumulate: the batch is run in so many equal parts, one after another, and their gradients
+            are joined.
+        chunk: how many members of a device run at a time; None: all. It is halved when the device's
+            memory does not suffice.
         ema: the decay of an exponential moving average of the parameters; None: none is kept.
-        freeze_diverged: a member whose loss or gradient is not finite is frozen, with the values before that step.
-        sync_batch_norm: BatchNorm's statistics are of the whole batch, not of the part on each device.
+        freeze_diverged: a member whose loss or gradient is not finite is frozen, with the values
+            before that step.
+        sync_batch_norm: BatchNorm's statistics are of the whole batch, not of the part on each
+            device.
         training: the members' mode; None: as it is in ``ensemble.template``.
-        seed: of the order of the data, of bootstrap samples, and of all random numbers that members draw.
-        options: further numbers and switches of the optimizer by their names: ``betas``, ``momentum``, ``nesterov``, ...
+        seed: of the order of the data, of bootstrap samples, and of all random numbers that members
+            draw.
+        options: further numbers and switches of the optimizer by their names: ``betas``,
+            ``momentum``, ``nesterov``, ...
 
     Attributes:
         position: how many batches ``fit`` has taken.
         chunk: as given, or smaller.
 
     Raises:
-        ValueError: no such optimizer; a number that is neither a float nor of shape [n]; a setting that is not possible.
+        ValueError: no such optimizer; a number that is neither a float nor of shape [n]; a setting
+            that is not possible.
         TypeError: a number or switch that the optimizer does not have.
 
     Source: ``torch.optim``; https://docs.jax.dev/en/latest/notebooks/shard_map.html
@@ -78,62 +98,129 @@ class Trainer:
         >>> import torch
         >>> from torchfunc_jax.ensemble import Ensemble, Trainer
         >>> ens = Ensemble(lambda: torch.nn.Linear(3, 1), n=4)
-        >>> trainer = Trainer(ens, torch.nn.functional.mse_loss, "sgd", lr=[0.0, 0.01, 0.1, 1.0], momentum=0.9)
+        >>> trainer = Trainer(
+        ...     ens, torch.nn.functional.mse_loss, "sgd", lr=[0.0, 0.01, 0.1, 1.0], momentum=0.9
+        ... )
         >>> trainer.step(torch.ones(8, 3), torch.ones(8, 1)).shape
         torch.Size([4])
     """
 
     def __init__(
-        self, ensemble: Ensemble, loss: Callable[..., Any], optimizer: Any = "adam", *, lr: Any = None, weight_decay: Any = None,
-        schedule: Callable[[Any], Any] | None = None, clip: Any = None, temperature: Any = None, loss_weights: Any = None,
-        augment: Callable[..., Any] | None = None, loss_of: str = "outputs", reduction: str = "mean", dtype: torch.dtype | None = None,
-        accumulate: int = 1, chunk: int | None = None, ema: float | None = None, freeze_diverged: bool = False,
-        sync_batch_norm: bool = True, training: bool | None = True, seed: int = 0, **options: Any,
+        self,
+        ensemble: Ensemble,
+        loss: Callable[..., Any],
+        optimizer: Any = "adam",
+        *,
+        lr: Any = None,
+        weight_decay: Any = None,
+        schedule: Callable[[Any], Any] | None = None,
+        clip: Any = None,
+        temperature: Any = None,
+        loss_weights: Any = None,
+        augment: Callable[..., Any] | None = None,
+        loss_of: str = "outputs",
+        reduction: str = "mean",
+        dtype: torch.dtype | None = None,
+        accumulate: int = 1,
+        chunk: int | None = None,
+        ema: float | None = None,
+        freeze_diverged: bool = False,
+        sync_batch_norm: bool = True,
+        training: bool | None = True,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
-        for name, value, known in (("loss_of", loss_of, ("outputs", "module")), ("reduction", reduction, ("mean", "sum"))):
+        for name, value, known in (
+            ("loss_of", loss_of, ("outputs", "module")),
+            ("reduction", reduction, ("mean", "sum")),
+        ):
             if value not in known:
                 raise ValueError(f"{name}: expected {known[0]!r} or {known[1]!r}, got {value!r}")
         if dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype: expected torch.bfloat16, torch.float16 or None, got {dtype}")
         for name, count in (("accumulate", accumulate), ("chunk", chunk)):
-            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            if count is not None and (
+                isinstance(count, bool) or not isinstance(count, int) or count < 1
+            ):
                 raise ValueError(f"{name}: expected a positive integer, got {count!r}")
         if ema is not None and not 0 <= ema < 1:
             raise ValueError(f"ema: expected a number from 0 to below 1, got {ema}")
         if loss_of == "module" and temperature is not None:
-            raise ValueError('temperature: with loss_of="module" the loss calls the member; divide there')
+            raise ValueError(
+                'temperature: with loss_of="module" the loss calls the member; divide there'
+            )
         self.ensemble, self.reduction = ensemble, reduction
-        self.accumulate, self.chunk, self.ema, self.freeze_diverged = accumulate, chunk, ema, freeze_diverged
+        self.accumulate, self.chunk, self.ema, self.freeze_diverged = (
+            accumulate,
+            chunk,
+            ema,
+            freeze_diverged,
+        )
         self.training, self.position = training, 0
         place, n = ensemble.placement, len(ensemble)
         self._data_axis = DATA if place.size(DATA) > 1 else None
-        self.sync_batch_norm, synced = sync_batch_norm, sync_batch_norm and self._data_axis is not None
-        self._objective = Objective(ensemble.template, Settings(loss, loss_of, augment, dtype, synced, tuple(ensemble.shared)))
-        self._trained = [name for name, p in ensemble.template.named_parameters() if p.requires_grad]
+        self.sync_batch_norm, synced = (
+            sync_batch_norm,
+            sync_batch_norm and self._data_axis is not None,
+        )
+        self._objective = Objective(
+            ensemble.template,
+            Settings(loss, loss_of, augment, dtype, synced, tuple(ensemble.shared)),
+        )
+        self._trained = [
+            name for name, p in ensemble.template.named_parameters() if p.requires_grad
+        ]
         if not self._trained:
             raise ValueError("ensemble: no parameter requires grad, so there is nothing to train")
-        if wrong := [name for name, p in ensemble.template.named_parameters() if p.requires_grad and not p.is_floating_point()]:
-            raise ValueError(f"ensemble: parameter {wrong[0]!r} is not real; optimizers here train real parameters")
-        given = {name: x for name, x in (("lr", lr), ("weight_decay", weight_decay)) if x is not None} | options
+        if wrong := [
+            name
+            for name, p in ensemble.template.named_parameters()
+            if p.requires_grad and not p.is_floating_point()
+        ]:
+            raise ValueError(
+                f"ensemble: parameter {wrong[0]!r} is not real; optimizers here "
+                "train real parameters"
+            )
+        given = {
+            name: x for name, x in (("lr", lr), ("weight_decay", weight_decay)) if x is not None
+        } | options
         self._optimizer = optimizers.find(optimizer, given)
         more = {"clip": clip, "temperature": temperature, "loss_weights": loss_weights}
-        numbers = {**self._optimizer.numbers, **{name: x for name, x in more.items() if x is not None}}
+        numbers = {
+            **self._optimizer.numbers,
+            **{name: x for name, x in more.items() if x is not None},
+        }
         if schedule is not None and "lr" not in numbers:
             raise ValueError("schedule: it is a factor of lr, and lr is not given")
-        self._functions = {name: mapped(lambda f, _: f if callable(f) else None, x, name) for name, x in numbers.items()}
+        self._functions = {
+            name: mapped(lambda f, _: f if callable(f) else None, x, name)
+            for name, x in numbers.items()
+        }
         self._schedule = schedule
-        arrays = {name: mapped(lambda x, who: None if callable(x) else each(who, x, n), x, name) for name, x in numbers.items()}
+        arrays = {
+            name: mapped(lambda x, who: None if callable(x) else each(who, x, n), x, name)
+            for name, x in numbers.items()
+        }
         arrays = {name: x for name, x in arrays.items() if x is not None}
         placed = jax.tree.map(lambda x: place.put_rows(x, MEMBER), arrays)
-        self._n, self._changes, order = n, ensemble.changes, np.asarray(jax.random.key_data(jax.random.key(seed)))
+        self._n, self._changes, order = (
+            n,
+            ensemble.changes,
+            np.asarray(jax.random.key_data(jax.random.key(seed))),
+        )
         self._keep({**self._begun(placed, seed), "order": place.put_rows(order)})
         self._programs: dict[Any, Any] = {}
         self._check_vma = True
-        self._last: tuple[Any, Wide] = None, ()  # the last batch: what its check depends on, and what was found
+        # the last batch: what its check depends on, and what was found
+        self._last: tuple[Any, Wide] = None, ()
 
     def _begun(self, numbers: Any, seed: int) -> dict[str, Any]:
-        """All of the state at the first step but the members, and the order of the data that they share."""
-        begin = jax.jit(self._start, static_argnums=2, out_shardings=self.ensemble.placement.sharding(MEMBER))
+        """All of the state at the first step but the members, and the order of the data that they
+        share.
+        """
+        begin = jax.jit(
+            self._start, static_argnums=2, out_shardings=self.ensemble.placement.sharding(MEMBER)
+        )
         return begin(self.ensemble.params, numbers, seed)
 
     def _start(self, params: Any, numbers: Any, seed: int) -> dict[str, Any]:
@@ -143,17 +230,26 @@ class Trainer:
         zeros = jnp.zeros(n, jnp.int32)
 
         def optimizer(params: Any, numbers: Any) -> Any:
-            return self._optimizer.init(params, self._now(numbers, jnp.int32(0), self._optimizer.numbers))
+            return self._optimizer.init(
+                params, self._now(numbers, jnp.int32(0), self._optimizer.numbers)
+            )
 
         return {
             "optimizer": jax.vmap(optimizer)(trained, numbers),
-            "numbers": numbers, "step": zeros, "active": jnp.ones(n, bool),
-            "keys": jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), i)))(every),
-            "best": jnp.full(n, jnp.inf, jnp.float32), "waited": zeros, "best_params": {},
-            "average": {} if self.ema is None else jax.tree.map(jnp.copy, trained), "averaged": zeros,
+            "numbers": numbers,
+            "step": zeros,
+            "active": jnp.ones(n, bool),
+            "keys": jax.vmap(
+                lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), i))
+            )(every),
+            "best": jnp.full(n, jnp.inf, jnp.float32),
+            "waited": zeros,
+            "best_params": {},
+            "average": {} if self.ema is None else jax.tree.map(jnp.copy, trained),
+            "averaged": zeros,
         }
 
-    # -- the state ---------------------------------------------------------------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------------------------
     @property
     def state(self) -> TrainState:
         """All that training changes; it may be set. Its arrays are used up by the next step."""
@@ -181,25 +277,34 @@ class Trainer:
         self._rest = fields
 
     def _arguments(self) -> tuple[Part, Part, Part]:
-        """What a program gets of the state: what a step changes, whose memory it uses again, what it only reads, and what members share.
+        """What a program gets of the state: what a step changes, whose memory it uses again, what
+        it only reads, and what members share.
 
-        They are kept as they are passed: Python is slow while the processor's caches are full of a step's arrays.
+        They are kept as they are passed: Python is slow while the processor's caches are full of a
+        step's arrays.
         """
         ensemble = self.ensemble
         if ensemble.changes != self._changes:
             raise RuntimeError(
-                "the ensemble's members were changed, and this trainer has the optimizer's state and the settings of those before (it has "
-                f"{len(ensemble)} members, and had {self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
+                "the ensemble's members were changed, and this trainer has the optimizer's state "
+                f"and the settings of those before (it has {len(ensemble)} members, and had "
+                f"{self._n}); use Trainer.take or Trainer.reseed, or make another trainer"
             )
-        return {"params": ensemble.params, "buffers": ensemble.buffers, **self._changed}, self._read, ensemble.shared
+        return (
+            {"params": ensemble.params, "buffers": ensemble.buffers, **self._changed},
+            self._read,
+            ensemble.shared,
+        )
 
     @property
     def state_shardings(self) -> TrainState:
         """The sharding of each array of the state, in the same tree."""
         return jax.tree.map(lambda x: x.sharding, self.state)
 
-    # -- one member's step, a JAX function of its part of the state ----------------------------------------------------------------------
-    def _now(self, numbers: Mapping[str, Any], step: jax.Array, names: Iterable[str]) -> dict[str, Any]:
+    # -- one member's step, a JAX function of its part of the state --------------------------------
+    def _now(
+        self, numbers: Mapping[str, Any], step: jax.Array, names: Iterable[str]
+    ) -> dict[str, Any]:
         """The values at a step of those of these numbers that were given."""
         wide = jax.dtypes.canonicalize_dtype(np.float64)
 
@@ -207,18 +312,37 @@ class Trainer:
             return x if f is None else jnp.asarray(f(step), wide)
 
         given = [name for name in names if name in self._functions]
-        now = {name: jax.tree.map(one, self._functions[name], numbers.get(name), is_leaf=lambda f: f is None) for name in given}
+        now = {
+            name: jax.tree.map(
+                one, self._functions[name], numbers.get(name), is_leaf=lambda f: f is None
+            )
+            for name in given
+        }
         if self._schedule is not None and "lr" in now:
             now["lr"] = now["lr"] * jnp.asarray(self._schedule(step), wide)
         return now
 
-    def _loss(self, params: Any, state: TrainState, batch: Any, key: Any, wide: Wide, training: Any, augmented: bool) -> Any:
+    def _loss(
+        self,
+        params: Any,
+        state: TrainState,
+        batch: Any,
+        key: Any,
+        wide: Wide,
+        training: Any,
+        augmented: bool,
+    ) -> Any:
         """(loss, buffers) of a batch; ``params`` has the parameters that are trained."""
         whole = self.ensemble.whole({**state.params, **params}, state.buffers, state.shared)
         named, buffers = ({f"member.{name}": x for name, x in some.items()} for some in whole)
         numbers = self._now(state.numbers, state.step, ("temperature", "loss_weights"))
         loss, after = bridge.call(
-            self._objective, named, buffers, (numbers, batch, wide, augmented), training=training, rng=key
+            self._objective,
+            named,
+            buffers,
+            (numbers, batch, wide, augmented),
+            training=training,
+            rng=key,
         )
         return loss, {name: after[f"member.{name}"] for name in state.buffers}
 
@@ -227,12 +351,16 @@ class Trainer:
         return key if self._data_axis is None else jax.random.fold_in(key, lax.axis_index(DATA))
 
     def _gradients(self, state: TrainState, batch: Any, wide: Wide) -> tuple[jax.Array, Any, Any]:
-        """The loss, the gradient and the buffers after it, of the part of the batch on this device."""
+        """The loss, the gradient and the buffers after it,
+        of the part of the batch on this device.
+        """
         key, trained = self._key(state), {name: state.params[name] for name in self._trained}
 
         def of(buffers: Any, batch: Any, key: Any) -> Any:
             each = dataclasses.replace(state, buffers=buffers)
-            return jax.value_and_grad(self._loss, has_aux=True)(trained, each, batch, key, wide, self.training, True)
+            return jax.value_and_grad(self._loss, has_aux=True)(
+                trained, each, batch, key, wide, self.training, True
+            )
 
         if self.accumulate == 1:
             (loss, buffers), grads = of(state.buffers, batch, key)
@@ -243,29 +371,48 @@ class Trainer:
             (loss, grads), buffers = carry
             i, batch = part
             (more, buffers), new = of(buffers, batch, jax.random.fold_in(key, i))
-            new = lax.optimization_barrier(new)  # each part's gradient is added at once, and its factors are not kept for all parts
+            # each part's gradient is added at once, and its factors are not kept for all parts
+            new = lax.optimization_barrier(new)
             return (jax.tree.map(jnp.add, (loss, grads), (more, new)), buffers), None
 
         shapes = jax.eval_shape(of, state.buffers, jax.tree.map(lambda x: x[0], parts), key)
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        ((loss, grads), buffers), _ = lax.scan(add, ((zero[0][0], zero[1]), state.buffers), (jnp.arange(self.accumulate), parts))
+        ((loss, grads), buffers), _ = lax.scan(
+            add, ((zero[0][0], zero[1]), state.buffers), (jnp.arange(self.accumulate), parts)
+        )
         if self.reduction == "mean":
             loss, grads = jax.tree.map(lambda x: x / self.accumulate, (loss, grads))
         return loss, grads, buffers
 
     def _joined(self, parts: Any) -> Any:
         """Losses and gradients of the devices along the axis "data" as those of the whole batch."""
-        return parts if self._data_axis is None else (lax.pmean if self.reduction == "mean" else lax.psum)(parts, DATA)
+        return (
+            parts
+            if self._data_axis is None
+            else (lax.pmean if self.reduction == "mean" else lax.psum)(parts, DATA)
+        )
 
-    def _member_step(self, state: TrainState, batch: Any, wide: Wide) -> tuple[TrainState, jax.Array]:
+    def _member_step(
+        self, state: TrainState, batch: Any, wide: Wide
+    ) -> tuple[TrainState, jax.Array]:
         if self._data_axis is None:
             loss, grads, buffers = self._gradients(state, batch, wide)
         else:
             # each device's own copies: else JAX would sum the gradients over the devices itself
-            own = jax.tree.map(lambda x: lax.pcast(x, DATA, to="varying"), {"params": state.params, "buffers": state.buffers})
+            own = jax.tree.map(
+                lambda x: lax.pcast(x, DATA, to="varying"),
+                {"params": state.params, "buffers": state.buffers},
+            )
             loss, grads, buffers = self._gradients(dataclasses.replace(state, **own), batch, wide)
             loss, grads = self._joined((loss, grads))
-            buffers = jax.tree.map(lambda x: lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.inexact) else lax.pmax(x, DATA), buffers)
+            buffers = jax.tree.map(
+                lambda x: (
+                    lax.pmean(x, DATA)
+                    if jnp.issubdtype(x.dtype, jnp.inexact)
+                    else lax.pmax(x, DATA)
+                ),
+                buffers,
+            )
         take = state.active
         clip = self._now(state.numbers, state.step, ("clip",)).get("clip")
         if self.freeze_diverged or clip is not None:
@@ -280,13 +427,27 @@ class Trainer:
         params, optimizer = self._optimizer.update(grads, state.optimizer, trained, now, take)
         average, averaged = state.average, state.averaged
         if self.ema is not None:
-            average, averaged = jax.tree.map(lambda a, p: self.ema * a + (1 - self.ema) * p, average, params), averaged + 1
-        after = {"buffers": buffers, "step": state.step + 1, "average": average, "averaged": averaged}
-        after = jax.tree.map(lambda new, old: jnp.where(take, new, old), after, {name: getattr(state, name) for name in after})
+            average, averaged = (
+                jax.tree.map(lambda a, p: self.ema * a + (1 - self.ema) * p, average, params),
+                averaged + 1,
+            )
+        after = {
+            "buffers": buffers,
+            "step": state.step + 1,
+            "average": average,
+            "averaged": averaged,
+        }
+        after = jax.tree.map(
+            lambda new, old: jnp.where(take, new, old),
+            after,
+            {name: getattr(state, name) for name in after},
+        )
         after |= {"params": {**state.params, **params}, "optimizer": optimizer}
-        return dataclasses.replace(state, active=take if self.freeze_diverged else state.active, **after), loss
+        return dataclasses.replace(
+            state, active=take if self.freeze_diverged else state.active, **after
+        ), loss
 
-    # -- programs ----------------------------------------------------------------------------------------------------------------------
+    # -- programs ----------------------------------------------------------------------------------
     def _program(self, key: tuple[Any, ...]) -> Any:
         """The compiled program of a kind: made by the method of that name, of what follows."""
         if key not in self._programs:
@@ -294,26 +455,49 @@ class Trainer:
             self._programs[key] = getattr(self, f"_{kind}_program")(*how)
         return self._programs[key]
 
-    def _of_members(self, one: Callable[..., Any], own: bool, chunk: int | None) -> Callable[..., Any]:
-        """A function of one member's state and batch, which returns the state after it and a loss, as a program's of all members."""
+    def _of_members(
+        self, one: Callable[..., Any], own: bool, chunk: int | None
+    ) -> Callable[..., Any]:
+        """A function of one member's state and batch, which returns the state after it and a loss,
+        as a program's of all members.
+        """
+
         def member(changed: Part, read: Part, shared: Part, batch: Any) -> Any:
             after, loss = one(_whole(changed, read, shared), batch)
             return {name: getattr(after, name) for name in changed}, loss
 
         return lanes(member, (0, 0, None, 0 if own else None), chunk)
 
-    def _over_devices(self, every: Callable[..., Any], own: bool, check_vma: bool, data: bool = False) -> Any:
+    def _over_devices(
+        self, every: Callable[..., Any], own: bool, check_vma: bool, data: bool = False
+    ) -> Any:
         place = self.ensemble.placement
         members = place.spec(MEMBER)
-        given = (members, members, place.spec(), *[place.spec()] * data, place.spec(MEMBER, DATA) if own else place.spec(DATA))
-        return jax.jit(products.rearranging(place.over(every, given, (members, members), check_vma)), donate_argnums=0)
+        given = (
+            members,
+            members,
+            place.spec(),
+            *[place.spec()] * data,
+            place.spec(MEMBER, DATA) if own else place.spec(DATA),
+        )
+        return jax.jit(
+            products.rearranging(place.over(every, given, (members, members), check_vma)),
+            donate_argnums=0,
+        )
 
-    def _step_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
-        every = self._of_members(lambda state, batch: self._member_step(state, batch, wide), own, chunk)
+    def _step_program(
+        self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any
+    ) -> Any:
+        every = self._of_members(
+            lambda state, batch: self._member_step(state, batch, wide), own, chunk
+        )
         return self._over_devices(every, own, check_vma)
 
-    def _epoch_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any) -> Any:
+    def _epoch_program(
+        self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any
+    ) -> Any:
         """A step on rows of data that lie on the devices."""
+
         def every(changed: Part, read: Part, shared: Part, data: Any, rows: jax.Array) -> Any:
             def taken(rows: jax.Array) -> Any:
                 return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), data)
@@ -321,33 +505,62 @@ class Trainer:
             def one(state: TrainState, batch: Any) -> Any:
                 return self._member_step(state, taken(batch) if own else batch, wide)
 
-            return self._of_members(one, own, chunk)(changed, read, shared, rows if own else taken(rows))
+            return self._of_members(one, own, chunk)(
+                changed, read, shared, rows if own else taken(rows)
+            )
 
         return self._over_devices(every, own, check_vma, data=True)
 
-    def _losses_program(self, own: bool, wide: Wide, chunk: int | None, check_vma: bool, modes: Any, split: bool = True) -> Any:
+    def _losses_program(
+        self,
+        own: bool,
+        wide: Wide,
+        chunk: int | None,
+        check_vma: bool,
+        modes: Any,
+        split: bool = True,
+    ) -> Any:
         def one(changed: Part, read: Part, shared: Part, batch: Any) -> Any:
             state = _whole(changed, read, shared)
             loss, _ = self._loss({}, state, batch, self._key(state), wide, False, False)
             return self._joined(loss) if split else loss
 
         place = self.ensemble.placement
-        every, members, rows = lanes(one, (0, 0, None, 0 if own else None), chunk), place.spec(MEMBER), (DATA,) if split else ()
-        given = members, members, place.spec(), place.spec(MEMBER, *rows) if own else place.spec(*rows)
+        every, members, rows = (
+            lanes(one, (0, 0, None, 0 if own else None), chunk),
+            place.spec(MEMBER),
+            (DATA,) if split else (),
+        )
+        given = (
+            members,
+            members,
+            place.spec(),
+            place.spec(MEMBER, *rows) if own else place.spec(*rows),
+        )
         return jax.jit(products.rearranging(place.over(every, given, members, check_vma)))
 
     _whole_losses_program = functools.partialmethod(_losses_program, split=False)
 
     def _attempt(self, kind: str, own: bool, wide: Wide, use: Callable[[Any], Any]) -> Any:
-        """What is done with a program; if shard_map's check stumbles, with one that is not checked."""
-        modes = None if self.training is not None else tuple(m.training for m in self.ensemble.template.modules())
+        """What is done with a program; if shard_map's check stumbles,
+        with one that is not checked.
+        """
+        modes = (
+            None
+            if self.training is not None
+            else tuple(m.training for m in self.ensemble.template.modules())
+        )
         try:
             with compiling.correctly():
                 return use(self._program((kind, own, wide, self.chunk, self._check_vma, modes)))
         except Exception as error:
             if self.ensemble.mesh is None or not self._check_vma or not _of_vma(error):
                 raise
-            _log.info("shard_map cannot check over which axes values vary, because of an operator of the member: %s", error)
+            _log.info(
+                "shard_map cannot check over which axes values vary, because "
+                "of an operator of the member: %s",
+                error,
+            )
             self._check_vma = False
         return self._attempt(kind, own, wide, use)
 
@@ -355,7 +568,9 @@ class Trainer:
         """Run a program; if memory does not suffice, with half as many members at a time."""
         while True:
             try:
-                return self._attempt(kind, own, wide, lambda program: program(*self._arguments(), *args))
+                return self._attempt(
+                    kind, own, wide, lambda program: program(*self._arguments(), *args)
+                )
             except Exception as error:
                 if not self._halve(error):
                     raise
@@ -363,33 +578,53 @@ class Trainer:
     def _halve(self, error: Exception) -> bool:
         """Whether to try again with half as many members at a time."""
         there = self._n // self.ensemble.placement.size(MEMBER)
-        if "RESOURCE_EXHAUSTED" not in str(error) or min(self.chunk or there, there) == 1 or jax.process_count() > 1:
+        if (
+            "RESOURCE_EXHAUSTED" not in str(error)
+            or min(self.chunk or there, there) == 1
+            or jax.process_count() > 1
+        ):
             return False
         if any(x.is_deleted() for x in jax.tree.leaves(self.state)):
             raise RuntimeError(
-                "the device's memory did not suffice, and the step has used the state up; begin again from a checkpoint, with "
-                f"chunk={min(self.chunk or there, there) // 2}"
+                "the device's memory did not suffice, and the step has used the state up; begin "
+                f"again from a checkpoint, with chunk={min(self.chunk or there, there) // 2}"
             ) from error
         self.chunk = min(self.chunk or there, there) // 2
-        _log.warning("the device's memory does not suffice: members run in chunks of %d from now on", self.chunk)
+        _log.warning(
+            "the device's memory does not suffice: members run in chunks of %d from now on",
+            self.chunk,
+        )
         return True
 
     def compiled_step(self, *batch: Any, own: bool = False) -> jax.stages.Compiled:
-        """The program of a step on such a batch, compiled, for ``memory_analysis``, ``cost_analysis`` and ``as_text``; it is not run.
+        """The program of a step on such a batch, compiled, for ``memory_analysis``,
+        ``cost_analysis`` and ``as_text``; it is not run.
 
         Args:
             batch: as in ``step``; its values are not used.
             own: as in ``step``.
         """
         arrays, wide = self._arrays(batch, own, self.accumulate)
-        return self._attempt("step", own, wide, lambda program: program.lower(*self._arguments(), arrays).compile())
+        return self._attempt(
+            "step", own, wide, lambda program: program.lower(*self._arguments(), arrays).compile()
+        )
 
-    def _arrays(self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True) -> tuple[Any, Wide]:
-        """A batch on the devices, whose parts run one after another; split: each device along the axis "data" has a part of its rows."""
+    def _arrays(
+        self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True
+    ) -> tuple[Any, Wide]:
+        """A batch on the devices, whose parts run one after another; split: each device along the
+        axis "data" has a part of its rows.
+        """
         place = self.ensemble.placement
         leaves, tree = jax.tree.flatten(batch)
         size = place.size(DATA) if split else 1
-        asked = self._n, own, parts, size, [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+        asked = (
+            self._n,
+            own,
+            parts,
+            size,
+            [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves],
+        )
         if asked != self._last[0]:
             self._check_batch(leaves, own, parts, size)
             self._last = asked, wide_types(leaves, self.ensemble.template)
@@ -403,30 +638,43 @@ class Trainer:
             raise ValueError("batch: expected inputs and targets, got nothing")
         for x in leaves:
             if not isinstance(x, torch.Tensor | jax.Array | np.ndarray) or x.ndim <= first:
-                raise ValueError(f"batch: expected tensors of at least {first + 1} dimensions, got {getattr(x, 'shape', type(x).__name__)}")
+                raise ValueError(
+                    f"batch: expected tensors of at least {first + 1} dimensions, got "
+                    f"{getattr(x, 'shape', type(x).__name__)}"
+                )
             if own and x.shape[0] != self._n and x.shape[0] != len(self.ensemble.local):
-                raise ValueError(f"batch: expected {self._n} rows, one for each member, got shape {tuple(x.shape)}")
-            here = max(1, size // jax.process_count()) if isinstance(x, torch.Tensor | np.ndarray) else size
+                raise ValueError(
+                    f"batch: expected {self._n} rows, one for each member, got shape "
+                    f"{tuple(x.shape)}"
+                )
+            here = (
+                max(1, size // jax.process_count())
+                if isinstance(x, torch.Tensor | np.ndarray)
+                else size
+            )
             if x.shape[first] % (here * parts):
                 raise ValueError(
-                    f"batch: expected a multiple of {here * parts} rows, for {size} devices along the axis \"data\" and "
+                    f"batch: expected a multiple of {here * parts} rows, for {size} devices along "
+                    'the axis "data" and '
                     f"accumulate={parts}, got shape {tuple(x.shape)}"
                 )
 
-    # -- steps -------------------------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
     def step(self, *batch: Any, own: bool = False) -> torch.Tensor:
         """All members take a step.
 
         Args:
-            batch: inputs and targets: tensors [B, ...], which all members share. The first is the member's argument; a tuple or dict is
-                taken as its arguments. With several processes each gives the rows that its own devices keep.
+            batch: inputs and targets: tensors [B, ...], which all members share. The first is the
+                member's argument; a tuple or dict is taken as its arguments. With several processes
+                each gives the rows that its own devices keep.
             own: each member has a batch of its own: tensors [n, B, ...].
 
         Returns:
             torch.Tensor: [n], each member's loss before the step, also of members that are frozen.
 
         Raises:
-            ValueError: the batch does not fit the members or the mesh; the loss is no tensor without dimensions.
+            ValueError: the batch does not fit the members or the mesh; the loss is no tensor
+                without dimensions.
         """
         arrays, wide = self._arrays(batch, own, self.accumulate)
         return gathered_tensor(self._step("step", own, wide, arrays))
@@ -439,9 +687,11 @@ class Trainer:
         return losses
 
     def losses(self, *batch: Any, own: bool = False) -> torch.Tensor:
-        """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is trained. As ``step``.
+        """Each member's loss on a batch in evaluation mode, [n], without augmentation; nothing is
+        trained. As ``step``.
 
-        In one process the rows need not be a multiple of the devices along the axis "data": then each of these has all rows.
+        In one process the rows need not be a multiple of the devices along the axis "data": then
+        each of these has all rows.
         """
         split = jax.process_count() > 1 or self._splits(batch, own)
         return self._losses(*self._arrays(batch, own, parts=1, split=split), own, split)
@@ -452,16 +702,22 @@ class Trainer:
     def _splits(self, batch: Any, own: bool) -> bool:
         """Whether the devices along the axis "data" can have equal parts of these rows."""
         size = self.ensemble.placement.size(DATA)
-        return all(np.ndim(x) > own and x.shape[int(own)] % size == 0 for x in jax.tree.leaves(batch))
+        return all(
+            np.ndim(x) > own and x.shape[int(own)] % size == 0 for x in jax.tree.leaves(batch)
+        )
 
-    def order(self, size: int, epoch: int, own: bool = False, bootstrap: bool = False) -> torch.Tensor:
-        """The order in which ``fit`` takes ``size`` rows of data in an epoch: [size], or [n, size] if each member has its own.
+    def order(
+        self, size: int, epoch: int, own: bool = False, bootstrap: bool = False
+    ) -> torch.Tensor:
+        """The order in which ``fit`` takes ``size`` rows of data in an epoch: [size], or [n, size]
+        if each member has its own.
 
         Args:
             size: the number of rows.
             epoch: from 0.
             own: each member has its own order.
-            bootstrap: each member has its own sample of the rows, drawn with replacement, the same in all epochs.
+            bootstrap: each member has its own sample of the rows, drawn with replacement, the same
+                in all epochs.
         """
         return as_tensor(gathered(self._order(size, epoch, own, bootstrap))).long()
 
@@ -474,7 +730,9 @@ class Trainer:
         place = self.ensemble.placement
 
         def order(key: jax.Array, epoch: Any) -> jax.Array:
-            return jax.random.permutation(jax.random.fold_in(jax.random.wrap_key_data(key), epoch), size).astype(jnp.int32)
+            return jax.random.permutation(
+                jax.random.fold_in(jax.random.wrap_key_data(key), epoch), size
+            ).astype(jnp.int32)
 
         return jax.jit(place.over(order, (place.spec(), place.spec()), place.spec(), False))
 
@@ -483,72 +741,127 @@ class Trainer:
 
         def one(data: jax.Array, epoch: Any) -> jax.Array:
             key = jax.random.wrap_key_data(data)
-            order = jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, _ORDER), epoch), size)
+            order = jax.random.permutation(
+                jax.random.fold_in(jax.random.fold_in(key, _ORDER), epoch), size
+            )
             if bootstrap:
-                order = jax.random.randint(jax.random.fold_in(key, _BOOTSTRAP), (size,), 0, size)[order]
+                order = jax.random.randint(jax.random.fold_in(key, _BOOTSTRAP), (size,), 0, size)[
+                    order
+                ]
             return order.astype(jnp.int32)
 
-        return jax.jit(place.over(jax.vmap(one, (0, None)), (place.spec(MEMBER), place.spec()), place.spec(MEMBER), False))
+        return jax.jit(
+            place.over(
+                jax.vmap(one, (0, None)),
+                (place.spec(MEMBER), place.spec()),
+                place.spec(MEMBER),
+                False,
+            )
+        )
 
     def fit(
-        self, data: tuple[Any, ...], *, epochs: int = 1, batch_size: int | None = None, own: bool = False,
-        bootstrap: bool = False, validation: tuple[Any, ...] | None = None, patience: int | None = None, min_delta: float = 0.0,
-        keep_best: bool = False, checkpoint: Any = None, on_step: Callable[[Trainer, jax.Array], None] | None = None,
+        self,
+        data: tuple[Any, ...],
+        *,
+        epochs: int = 1,
+        batch_size: int | None = None,
+        own: bool = False,
+        bootstrap: bool = False,
+        validation: tuple[Any, ...] | None = None,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        keep_best: bool = False,
+        checkpoint: Any = None,
+        on_step: Callable[[Trainer, jax.Array], None] | None = None,
     ) -> torch.Tensor:
-        """Train on data that the devices keep, in an order that comes from the state; it goes on from ``position``.
+        """Train on data that the devices keep, in an order that comes from the state; it goes on
+        from ``position``.
 
         Args:
-            data: inputs and targets: tensors [N, ...], all of them in each process. Rows that do not fill a batch are left out of the
-                epoch.
+            data: inputs and targets: tensors [N, ...], all of them in each process. Rows that do
+                not fill a batch are left out of the epoch.
             epochs: passes over the data, counted from position 0.
             batch_size: rows in a batch; None: all.
             own: each member has its own order of the data.
             bootstrap: each member has its own sample of the data, drawn with replacement.
-            validation: inputs and targets on which the members' losses are computed after each epoch; ``state.best`` has the smallest.
-            patience: a member whose validation loss has not become smaller for so many epochs is frozen; training ends when all are.
+            validation: inputs and targets on which the members' losses are computed after each
+                epoch; ``state.best`` has the smallest.
+            patience: a member whose validation loss has not become smaller for so many epochs is
+                frozen; training ends when all are.
             min_delta: by how much it has to become smaller.
             keep_best: keep the parameters at the smallest validation loss: ``snapshot("best")``.
             checkpoint: ``Checkpoints``, which restore the newest checkpoint and save others.
-            on_step: called after each step with the trainer and the members' losses, a jax.Array [n] that may not be computed yet.
+            on_step: called after each step with the trainer and the members' losses, a jax.Array
+                [n] that may not be computed yet.
 
         Returns:
             torch.Tensor: [steps, n], the losses of the steps that this call has taken.
 
         Raises:
-            ValueError: the data's lengths differ, a batch has more rows than the data, or does not fit the mesh.
+            ValueError: the data's lengths differ, a batch has more rows than the data, or does not
+                fit the mesh.
 
         Example:
             >>> import torch
             >>> from torchfunc_jax.ensemble import Ensemble, Trainer
-            >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=4), torch.nn.functional.mse_loss, lr=0.1)
-            >>> trainer.fit((torch.randn(40, 3), torch.randn(40, 1)), epochs=2, batch_size=8, bootstrap=True).shape
+            >>> trainer = Trainer(
+            ...     Ensemble(lambda: torch.nn.Linear(3, 1), n=4),
+            ...     torch.nn.functional.mse_loss,
+            ...     lr=0.1,
+            ... )
+            >>> trainer.fit(
+            ...     (torch.randn(40, 3), torch.randn(40, 1)), epochs=2, batch_size=8, bootstrap=True
+            ... ).shape
             torch.Size([10, 4])
         """
         place = self.ensemble.placement
         if not isinstance(data, tuple | list):
-            raise TypeError(f"data: expected a tuple of tensors, got {type(data).__name__}; a TensorDataset has .tensors")
+            raise TypeError(
+                f"data: expected a tuple of tensors, got {type(data).__name__}; "
+                "a TensorDataset has .tensors"
+            )
         leaves, tree = jax.tree.flatten(tuple(data))
         sizes = {x.shape[0] for x in leaves}
         if len(sizes) != 1:
-            raise ValueError(f"data: expected tensors with the same number of rows, got {[tuple(x.shape) for x in leaves]}")
+            raise ValueError(
+                "data: expected tensors with the same number of rows, got "
+                f"{[tuple(x.shape) for x in leaves]}"
+            )
         size = sizes.pop()
         rows = size if batch_size is None else batch_size
         if not 0 < rows <= size or rows % (place.size(DATA) * self.accumulate):
             raise ValueError(
-                f"batch_size: expected at most the {size} rows of the data, and a multiple of {place.size(DATA) * self.accumulate}, for "
-                f'{place.size(DATA)} devices along the axis "data" and accumulate={self.accumulate}; got {rows}'
+                f"batch_size: expected at most the {size} rows of the data, and a multiple of "
+                f"{place.size(DATA) * self.accumulate}, for "
+                f'{place.size(DATA)} devices along the axis "data" and '
+                f"accumulate={self.accumulate}; got {rows}"
             )
         if (patience is not None or keep_best) and validation is None:
-            raise ValueError("validation: patience and keep_best need data on which losses are computed")
-        own, wide, steps = own or bootstrap, wide_types(leaves, self.ensemble.template), size // rows
+            raise ValueError(
+                "validation: patience and keep_best need data on which losses are computed"
+            )
+        own, wide, steps = (
+            own or bootstrap,
+            wide_types(leaves, self.ensemble.template),
+            size // rows,
+        )
         arrays = jax.tree.unflatten(tree, [place.put_rows(x) for x in leaves])
         if validation is not None:
-            split, seen = self._splits(validation, False), wide_types(jax.tree.leaves(validation), self.ensemble.template)
-            held_out = jax.tree.map(lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation))
+            split, seen = (
+                self._splits(validation, False),
+                wide_types(jax.tree.leaves(validation), self.ensemble.template),
+            )
+            held_out = jax.tree.map(
+                lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation)
+            )
         history: list[jax.Array] = []
         cut = self._program(("cut", own, rows))
         with contextlib.ExitStack() as stack:
-            stepped = stack.enter_context(checkpoint.training(self)) if checkpoint is not None else lambda: None
+            stepped = (
+                stack.enter_context(checkpoint.training(self))
+                if checkpoint is not None
+                else lambda: None
+            )
             epoch, order = -1, None
             while self.position < epochs * steps:
                 if order is None or self.position // steps != epoch:
@@ -561,11 +874,21 @@ class Trainer:
                     on_step(self, losses)
                 done = False
                 if self.position % steps == 0 and validation is not None:
-                    done = not life.early_stop(self, self._losses(held_out, seen, False, split), patience, min_delta, keep_best).any()
+                    done = not life.early_stop(
+                        self,
+                        self._losses(held_out, seen, False, split),
+                        patience,
+                        min_delta,
+                        keep_best,
+                    ).any()
                 stepped()
                 if done:
                     break
-        return torch.stack([as_tensor(gathered(x)) for x in history]) if history else torch.empty(0, self._n)
+        return (
+            torch.stack([as_tensor(gathered(x)) for x in history])
+            if history
+            else torch.empty(0, self._n)
+        )
 
     def _cut_program(self, own: bool, rows: int) -> Any:
         place = self.ensemble.placement
@@ -581,32 +904,42 @@ class Trainer:
         given = place.spec(MEMBER) if own else place.spec()
         return jax.jit(place.over(cut, (given, place.spec()), place.spec(*axes), False))
 
-    # -- copies ------------------------------------------------------------------------------------------------------------------------
+    # -- copies ------------------------------------------------------------------------------------
     def take(self, indices: Iterable[int], keys: bool = True) -> None:
-        """Continue with copies of these members, their optimizer's state and settings, in this order, by one program.
+        """Continue with copies of these members, their optimizer's state and settings, in this
+        order, by one program.
 
         Args:
             indices: which; as many as there are members, or more, or fewer.
-            keys: their random states go with them; False: lane i keeps its own, so that copies of one member go different ways. There
-                must be as many indices as members then.
+            keys: their random states go with them; False: lane i keeps its own, so that copies of
+                one member go different ways. There must be as many indices as members then.
 
         Raises:
             IndexError: there is no such member.
-            ValueError: a number of members that the mesh cannot keep; or that differs, and keys is False.
+            ValueError: a number of members that the mesh cannot keep; or that differs, and keys is
+                False.
         """
         found = self.ensemble._indices(list(indices))
         place = self.ensemble.placement
         place.check(len(found))
         if not keys and len(found) != self._n:
-            raise ValueError(f"indices: expected {self._n} with keys=False, one for each member, got {len(found)}")
+            raise ValueError(
+                f"indices: expected {self._n} with keys=False, one for each "
+                f"member, got {len(found)}"
+            )
         state = self.state
-        kept = dataclasses.replace(state, order=None, shared=None, keys=state.keys if keys else None)
+        kept = dataclasses.replace(
+            state, order=None, shared=None, keys=state.keys if keys else None
+        )
         after = place.taken(kept, np.array(found))
-        self.state = dataclasses.replace(after, order=state.order, shared=state.shared, keys=after.keys if keys else state.keys)
+        self.state = dataclasses.replace(
+            after, order=state.order, shared=state.shared, keys=after.keys if keys else state.keys
+        )
         self._members_changed()
 
     def reseed(self, indices: int | Iterable[int], seed: int) -> None:
-        """Let members begin anew: with the initial values and random states that they have with this seed, and no optimizer's state.
+        """Let members begin anew: with the initial values and random states that they have with
+        this seed, and no optimizer's state.
 
         They keep their settings, and become active if they were frozen.
 
@@ -621,7 +954,9 @@ class Trainer:
         Example:
             >>> import torch
             >>> from torchfunc_jax.ensemble import Ensemble, Trainer
-            >>> trainer = Trainer(Ensemble(lambda: torch.nn.Linear(3, 1), n=2), torch.nn.functional.mse_loss)
+            >>> trainer = Trainer(
+            ...     Ensemble(lambda: torch.nn.Linear(3, 1), n=2), torch.nn.functional.mse_loss
+            ... )
             >>> losses = trainer.step(torch.ones(8, 3), torch.ones(8, 1))
             >>> trainer.reseed(1, seed=7)
             >>> trainer.state.step.tolist()
@@ -631,7 +966,10 @@ class Trainer:
         self.ensemble.reseed(found, seed)
         self._members_changed()
         params = self.ensemble.params
-        copies = {field: {name: params[name] for name in getattr(before, field)} for field in ("average", "best_params")}
+        copies = {
+            field: {name: params[name] for name in getattr(before, field)}
+            for field in ("average", "best_params")
+        }
         new = {**self._begun(before.numbers, seed), "numbers": before.numbers, **copies}
         old = {name: getattr(before, name) for name in new}
         anew = self.ensemble.placement.put_rows(np.isin(np.arange(self._n), found), MEMBER)
@@ -642,7 +980,8 @@ class Trainer:
         self._changes = self.ensemble.changes
 
     def snapshot(self, what: str = "now") -> Ensemble:
-        """A copy of the ensemble: as it is "now", with the "average" of the parameters, or with the "best" that early stopping has kept.
+        """A copy of the ensemble: as it is "now", with the "average" of the parameters, or with the
+        "best" that early stopping has kept.
 
         BatchNorm's running statistics are those of now.
 
@@ -650,13 +989,19 @@ class Trainer:
             ValueError: these parameters are not kept.
         """
         state = self.state
-        params = {"now": state.params, "average": state.average, "best": state.best_params}.get(what)
+        params = {"now": state.params, "average": state.average, "best": state.best_params}.get(
+            what
+        )
         if not params:
-            raise ValueError(f'what: expected "now", "average" (with ema=, or after average()) or "best" (with keep_best), got {what!r}')
+            raise ValueError(
+                'what: expected "now", "average" (with ema=, or after average()) or "best" (with '
+                f"keep_best), got {what!r}"
+            )
         return self.ensemble.like({**state.params, **params}, state.buffers)
 
     def average(self) -> None:
-        """Take the parameters of the active members into their average over time, each time with the same weight (SWA).
+        """Take the parameters of the active members into their average over time, each time with
+        the same weight (SWA).
 
         Raises:
             ValueError: the trainer keeps an exponential moving average.
@@ -674,7 +1019,9 @@ class Trainer:
 @jax.jit
 def _where(members: jax.Array, new: Any, old: Any) -> Any:
     """The new values of these members, and the old ones of the others."""
-    return jax.tree.map(lambda x, y: jnp.where(members.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
+    return jax.tree.map(
+        lambda x, y: jnp.where(members.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
+    )
 
 
 @jax.jit
@@ -691,8 +1038,12 @@ def _whole(changed: Part, read: Part, shared: Part) -> TrainState:
 
 
 def _of_vma(error: Exception) -> bool:
-    """Whether shard_map's check of varying axes stumbled over an operator; a program without the check may be right."""
-    return any(words in str(error) for words in ("{V:", "varying", "manual axis types", "check_vma"))
+    """Whether shard_map's check of varying axes stumbled over an operator; a program without the
+    check may be right.
+    """
+    return any(
+        words in str(error) for words in ("{V:", "varying", "manual axis types", "check_vma")
+    )
 
 
 __all__ = ["Trainer"]

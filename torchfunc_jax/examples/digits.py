@@ -1,8 +1,10 @@
-"""Deep ensembles of small torch CNNs on scikit-learn's handwritten digits, trained by torchfunc_jax.ensemble, and torch.func beside it.
+"""Deep ensembles of small torch CNNs on scikit-learn's handwritten digits, trained by
+torchfunc_jax.ensemble, and torch.func beside it.
 
-`torchfunc-jax ensemble` runs this; `torchfunc_jax.cli` has the command line, `digits_plots` the figures.
-It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
+`torchfunc-jax ensemble` runs this; `torchfunc_jax.cli` has the command line, `digits_plots` the
+figures. It needs the extra `demo`: `pip install "torchfunc-jax[demo]"`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +29,15 @@ from torch import nn
 import torchfunc_jax
 from bridge import devices
 from torchfunc_jax._machine import machine
-from torchfunc_jax.ensemble import Checkpoints, Classification, Ensemble, Price, Trainer, dry_run, metrics
+from torchfunc_jax.ensemble import (
+    Checkpoints,
+    Classification,
+    Ensemble,
+    Price,
+    Trainer,
+    dry_run,
+    metrics,
+)
 from torchfunc_jax.ensemble.meshes import DATA, gathered
 
 Weights = dict[str, torch.Tensor]  # parameter name -> [members, *shape]
@@ -59,7 +69,7 @@ class Settings:
     mesh: tuple[int, int] | None = None
 
 
-# ---- data and model ---------------------------------------------------------------------------------------------------------
+# ---- data and model ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """The 1,797 digits that scikit-learn ships; a fifth of each class, chosen by the seed, is for testing.
+    """The 1,797 digits that scikit-learn ships; a fifth of each class, chosen by the seed, is for
+    testing.
 
     Source: https://archive.ics.uci.edu/dataset/80/optical+recognition+of+handwritten+digits
 
@@ -91,12 +102,16 @@ def load_digits(seed: int = 0) -> Digits:
 
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    a, b, c, d = model_selection.train_test_split(images, labels.astype(np.int64), test_size=0.2, random_state=seed, stratify=labels)
+    a, b, c, d = model_selection.train_test_split(
+        images, labels.astype(np.int64), test_size=0.2, random_state=seed, stratify=labels
+    )
     return Digits(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (a, c, b, d)))
 
 
 def batches(digits: Digits, settings: Settings) -> Iterator[Batch]:
-    """The training batches of the whole run; each epoch is shuffled, and each digit slightly turned, moved and scaled."""
+    """The training batches of the whole run; each epoch is shuffled, and each digit slightly
+    turned, moved and scaled.
+    """
     draw = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.epochs):
         order = torch.randperm(len(digits.train_labels), generator=draw)
@@ -106,24 +121,40 @@ def batches(digits: Digits, settings: Settings) -> Iterator[Batch]:
 
 
 def steps_per_epoch(digits: Digits, settings: Settings) -> int:
-    """The number of whole batches in the training digits; an epoch leaves out the remaining digits."""
+    """The number of whole batches in the training digits;
+    an epoch leaves out the remaining digits.
+    """
     steps = len(digits.train_labels) // settings.batch_size
     if steps == 0:
-        raise ValueError(f"batch_size: expected at most the {len(digits.train_labels)} training digits, got {settings.batch_size}")
+        raise ValueError(
+            f"batch_size: expected at most the {len(digits.train_labels)} training digits, got "
+            f"{settings.batch_size}"
+        )
     return steps
 
 
-def jitter(images: torch.Tensor, draw: torch.Generator, degrees: float = 8, shift: float = 0.1, scale: float = 0.08) -> torch.Tensor:
-    """Each image turned by at most ``degrees``, moved by at most ``shift`` of half its width, and scaled by at most ``scale``."""
+def jitter(
+    images: torch.Tensor,
+    draw: torch.Generator,
+    degrees: float = 8,
+    shift: float = 0.1,
+    scale: float = 0.08,
+) -> torch.Tensor:
+    """Each image turned by at most ``degrees``, moved by at most ``shift`` of half its width, and
+    scaled by at most ``scale``.
+    """
     most = torch.tensor([math.radians(degrees), scale, shift, shift])[:, None]
     angle, size, dx, dy = (torch.rand(4, len(images), generator=draw) * 2 - 1) * most
     cos, sin = (1 + size) * angle.cos(), (1 + size) * angle.sin()
     maps = torch.stack([torch.stack([cos, -sin, dx], -1), torch.stack([sin, cos, dy], -1)], 1)
-    return F.grid_sample(images, F.affine_grid(maps, list(images.shape), align_corners=False), align_corners=False)
+    return F.grid_sample(
+        images, F.affine_grid(maps, list(images.shape), align_corners=False), align_corners=False
+    )
 
 
 def letters(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Letters, which no member has seen, made of digits by turning them: N of a 2, m of a 3, h of a 4, L of a 7.
+    """Letters, which no member has seen, made of digits by turning them: N of a 2, m of a 3, h of a
+    4, L of a 7.
 
     Args:
         images: [N, 1, 8, 8].
@@ -133,8 +164,12 @@ def letters(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, l
         (images, names): float32, [M, 1, 8, 8], and the letter of each.
     """
     turned = [(2, "N", 1), (3, "m", 1), (4, "h", 2), (7, "L", 2)]
-    found = [torch.rot90(images[labels == digit], quarters, (-2, -1)) for digit, _, quarters in turned]
-    return torch.cat(found), [name for (_, name, _), some in zip(turned, found, strict=True) for _ in some]
+    found = [
+        torch.rot90(images[labels == digit], quarters, (-2, -1)) for digit, _, quarters in turned
+    ]
+    return torch.cat(found), [
+        name for (_, name, _), some in zip(turned, found, strict=True) for _ in some
+    ]
 
 
 class DigitNet(nn.Module):
@@ -152,11 +187,12 @@ class DigitNet(nn.Module):
         return self.head(F.relu(self.hidden(x.flatten(1))))
 
 
-# ---- the ensemble under one system ------------------------------------------------------------------------------------------
+# ---- the ensemble under one system ---------------------------------------------------------------
 
 
 def members_loss(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
-    """The gradient and the loss of every member on one batch. The code is the same for `torch.func` and for `torchfunc_jax`.
+    """The gradient and the loss of every member on one batch. The code is the same for `torch.func`
+    and for `torchfunc_jax`.
 
     Args:
         func: the module to take the transforms from.
@@ -174,16 +210,22 @@ def members_loss(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
 
 def members_logits(func: ModuleType, model: nn.Module) -> Callable[..., Any]:
     """(stacked weights, images) -> logits [members, B, 10]."""
-    return func.vmap(lambda weights, images: func.functional_call(model, weights, (images,)), in_dims=(0, None))
+    return func.vmap(
+        lambda weights, images: func.functional_call(model, weights, (images,)), in_dims=(0, None)
+    )
 
 
 def cosine(steps: int) -> Callable[[Any], Any]:
-    """A function from the step to a factor of the learning rate, which falls along a cosine from one to zero."""
+    """A function from the step to a factor of the learning rate, which falls along a cosine from
+    one to zero.
+    """
     return optax.cosine_decay_schedule(1.0, steps)
 
 
 class System(Protocol):
-    """An ensemble in training. Both systems start from the same weights and get the same batches."""
+    """An ensemble in training. Both systems start from the same weights and
+    get the same batches.
+    """
 
     name: str
 
@@ -205,7 +247,8 @@ class System(Protocol):
 
 
 class OnJax:
-    """torchfunc_jax.ensemble: forward, backward and Adam of all members are one XLA program, on one device or on a mesh.
+    """torchfunc_jax.ensemble: forward, backward and Adam of all members are one XLA program, on one
+    device or on a mesh.
 
     Attributes:
         ensemble: the members.
@@ -214,7 +257,12 @@ class OnJax:
 
     name = "torchfunc_jax"
 
-    def __init__(self, settings: Settings, schedule: Callable[[Any], Any] | None = None, mesh: jax.sharding.Mesh | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: Callable[[Any], Any] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
         with devices.use(settings.device if settings.device is not None else devices.default()):
             self.ensemble = Ensemble(DigitNet, settings.members, seed=settings.seed, mesh=mesh)
             self.trainer = trainer(self.ensemble, settings.learning_rate, schedule)
@@ -222,7 +270,9 @@ class OnJax:
 
     def step(self, batch: Batch) -> np.ndarray:
         place = self.ensemble.placement
-        losses = self.trainer.step(*(x if place.mesh is None else place.put_rows(x, DATA) for x in batch))
+        losses = self.trainer.step(
+            *(x if place.mesh is None else place.put_rows(x, DATA) for x in batch)
+        )
         self.trainer.position += 1
         return losses.numpy()
 
@@ -237,23 +287,32 @@ class OnJax:
         return {k: torch.from_numpy(np.array(gathered(v))) for k, v in self.ensemble.params.items()}
 
 
-def trainer(ensemble: Ensemble, rate: float, schedule: Callable[[Any], Any] | None = None) -> Trainer:
+def trainer(
+    ensemble: Ensemble, rate: float, schedule: Callable[[Any], Any] | None = None
+) -> Trainer:
     """Adam on the members' cross-entropy."""
     return Trainer(ensemble, F.cross_entropy, "adam", lr=rate, schedule=schedule)
 
 
 class OnTorch:
-    """torch.func: PyTorch runs the same code operator by operator, with torch.optim's Adam on the stacked weights."""
+    """torch.func: PyTorch runs the same code operator by operator, with torch.optim's Adam on the
+    stacked weights.
+    """
 
     name = "torch.func"
 
-    def __init__(self, model: nn.Module, weights: Weights, rates: Callable[[Any], Any], device: str = "cpu") -> None:
+    def __init__(
+        self, model: nn.Module, weights: Weights, rates: Callable[[Any], Any], device: str = "cpu"
+    ) -> None:
         self._device = device
         self._params = self._put({k: v.clone() for k, v in weights.items()})
         self._optimizer = torch.optim.Adam(list(self._params.values()))
         self._rates, self._taken = rates, 0
         model = model.to(device)
-        self._loss, self._logits = members_loss(torch.func, model), members_logits(torch.func, model)
+        self._loss, self._logits = (
+            members_loss(torch.func, model),
+            members_logits(torch.func, model),
+        )
 
     def _put(self, tree: Any) -> Any:
         return jax.tree.map(lambda t: t.to(self._device), tree)
@@ -280,13 +339,14 @@ class OnTorch:
         return {k: v.detach().cpu().clone() for k, v in self._params.items()}
 
 
-# ---- training both ----------------------------------------------------------------------------------------------------------
+# ---- training both -------------------------------------------------------------------------------
 
 
 class Training:
     """A training run of one or two systems, step by step, with its losses and times.
 
-    On several processes each of them makes one, and calls its methods at the same time. Only process 0 compares with torch.func.
+    On several processes each of them makes one, and calls its methods at the same time. Only
+    process 0 compares with torch.func.
 
     Args:
         settings: the settings of the run.
@@ -320,7 +380,9 @@ class Training:
         self.initial = self.ours.weights()
         self.systems: dict[str, System] = {"torchfunc_jax": self.ours}
         if settings.compare and jax.process_index() == 0:
-            torch_device = "cuda" if self.device.platform == "gpu" and torch.cuda.is_available() else "cpu"
+            torch_device = (
+                "cuda" if self.device.platform == "gpu" and torch.cuda.is_available() else "cpu"
+            )
             self.systems["torch.func"] = OnTorch(DigitNet(), self.initial, rates, torch_device)
         self.losses: dict[str, list[np.ndarray]] = {name: [] for name in self.systems}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.systems}
@@ -329,16 +391,25 @@ class Training:
         self.first_batch = self.last_batch = next(batches(self.digits, settings))
 
     def run(
-        self, on_step: Callable[[Training], None] = lambda _: None, stop: Callable[[], bool] = lambda: False,
+        self,
+        on_step: Callable[[Training], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
         kept: Checkpoints | None = None,
     ) -> None:
-        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is called after each step.
+        """Train to the end, or until `stop()`; the systems take turns at every step. `on_step` is
+        called after each step.
 
         With checkpoints, it goes on from the newest. They do not keep the system on torch.func.
         """
-        with contextlib.nullcontext(lambda: None) if kept is None else kept.training(self.ours.trainer) as stepped:
+        with (
+            contextlib.nullcontext(lambda: None)
+            if kept is None
+            else kept.training(self.ours.trainer) as stepped
+        ):
             self.resumed_at = self.ours.trainer.position
-            for batch in itertools.islice(batches(self.digits, self.settings), self.resumed_at, None):
+            for batch in itertools.islice(
+                batches(self.digits, self.settings), self.resumed_at, None
+            ):
                 if stop():
                     self.interrupted = True
                     return
@@ -352,12 +423,20 @@ class Training:
                 stepped()
 
     def save(self, folder: Path) -> Path:
-        """Write the current members to `members.pt`, a list of state dicts for DigitNet; the file is written as a whole or not at all."""
+        """Write the current members to `members.pt`, a list of state dicts for DigitNet; the file
+        is written as a whole or not at all.
+        """
         weights = self.ours.weights()
         path, part = folder / "members.pt", folder / "members.pt.part"
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save([{k: v[i].clone() for k, v in weights.items()} for i in range(self.settings.members)], part)
+            torch.save(
+                [
+                    {k: v[i].clone() for k, v in weights.items()}
+                    for i in range(self.settings.members)
+                ],
+                part,
+            )
             os.replace(part, path)
         return path
 
@@ -371,11 +450,20 @@ def mesh_of(settings: Settings, devices_: list[jax.Device] | None = None) -> jax
     have = jax.devices() if devices_ is None else devices_
     member, data = settings.mesh
     if member * data != len(have):
-        raise ValueError(f"mesh: expected as many devices as there are, {len(have)}, got {member} for members times {data} for data")
+        raise ValueError(
+            f"mesh: expected as many devices as there are, {len(have)}, got {member} for members "
+            f"times {data} for data"
+        )
     if settings.members % member:
-        raise ValueError(f"mesh: expected {settings.members} members to divide evenly among the devices of the axis member, got {member}")
+        raise ValueError(
+            f"mesh: expected {settings.members} members to divide evenly among the devices of the "
+            f"axis member, got {member}"
+        )
     if settings.batch_size % data:
-        raise ValueError(f"mesh: expected batches of {settings.batch_size} to divide evenly among the devices of the axis data, got {data}")
+        raise ValueError(
+            f"mesh: expected batches of {settings.batch_size} to divide evenly among the devices "
+            f"of the axis data, got {data}"
+        )
     return jax.make_mesh((member, data), ("member", "data"), devices=have)
 
 
@@ -384,14 +472,21 @@ def checkpoints(settings: Settings, folder: Path) -> Checkpoints:
 
     Raises:
         ImportError: Orbax is not installed.
-        ValueError: the folder has those of a run with other settings, which this run would not continue.
+        ValueError: the folder has those of a run with other settings, which this run would not
+            continue.
     """
-    same = {name: getattr(settings, name) for name in ("members", "epochs", "batch_size", "learning_rate", "seed")}
+    same = {
+        name: getattr(settings, name)
+        for name in ("members", "epochs", "batch_size", "learning_rate", "seed")
+    }
     page = folder / "settings.json"
     if page.exists():
         for name, before in json.loads(page.read_text()).items():
             if before != same[name]:
-                raise ValueError(f"resume: {folder} has checkpoints of a run with {name}={before}, got {same[name]}; take another output")
+                raise ValueError(
+                    f"resume: {folder} has checkpoints of a run with {name}={before}, got "
+                    f"{same[name]}; take another output"
+                )
     kept = Checkpoints(folder, every=steps_per_epoch(load_digits(settings.seed), settings), keep=2)
     if jax.process_index() == 0:
         page.write_text(json.dumps(same))
@@ -399,20 +494,31 @@ def checkpoints(settings: Settings, folder: Path) -> Checkpoints:
 
 
 def priced(settings: Settings) -> Price:
-    """What a step of the settings takes on their mesh, whose devices need not be there: see `torchfunc_jax.ensemble.dry_run`."""
+    """What a step of the settings takes on their mesh, whose devices need not be there: see
+    `torchfunc_jax.ensemble.dry_run`.
+    """
     member, data = settings.mesh or (1, 1)
-    batch = torch.empty(settings.batch_size, 1, 8, 8), torch.empty(settings.batch_size, dtype=torch.int64)
+    batch = (
+        torch.empty(settings.batch_size, 1, 8, 8),
+        torch.empty(settings.batch_size, dtype=torch.int64),
+    )
     return dry_run(
-        lambda n, mesh: trainer(Ensemble(DigitNet, n, seed=settings.seed, mesh=mesh), settings.learning_rate), settings.members, batch,
+        lambda n, mesh: trainer(
+            Ensemble(DigitNet, n, seed=settings.seed, mesh=mesh), settings.learning_rate
+        ),
+        settings.members,
+        batch,
         {"member": member, "data": data},
     )
 
 
 def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict[str, Any]]:
-    """Members trained per second on 1, 2, 4, ... of this process's devices: the members are shared, the batch is not.
+    """Members trained per second on 1, 2, 4, ... of this process's devices: the members are shared,
+    the batch is not.
 
     Returns:
-        A list of {"devices", "step_ms": the median, "members_per_second", "flops_per_device": of a step, None if XLA does not say}.
+        A list of {"devices", "step_ms": the median, "members_per_second", "flops_per_device": of a
+            step, None if XLA does not say}.
     """
     batch = next(batches(digits, settings))
     out = []
@@ -428,13 +534,18 @@ def throughput(settings: Settings, digits: Digits, steps: int = 12) -> list[dict
             seconds.append(time.perf_counter() - start)
         median = float(np.median(seconds[2:]))
         cost = system.trainer.compiled_step(*batch).cost_analysis() or {}
-        out.append({
-            "devices": n, "step_ms": 1e3 * median, "members_per_second": settings.members / median, "flops_per_device": cost.get("flops"),
-        })
+        out.append(
+            {
+                "devices": n,
+                "step_ms": 1e3 * median,
+                "members_per_second": settings.members / median,
+                "flops_per_device": cost.get("flops"),
+            }
+        )
     return out
 
 
-# ---- what came out ----------------------------------------------------------------------------------------------------------
+# ---- what came out -------------------------------------------------------------------------------
 
 
 #: Fewer steps than these tell nothing of a speed-up.
@@ -442,10 +553,11 @@ ENOUGH_STEPS = 100
 
 
 def report(training: Training) -> dict[str, Any]:
-    """The report of a run, ready for JSON: settings, machine, and for each system times, losses and metrics of the test digits.
+    """The report of a run, ready for JSON: settings, machine, and for each system times, losses and
+    metrics of the test digits.
 
-    With two systems it also has their largest relative differences in losses and gradients (see `difference`), and the speed-up.
-    Comments below describe the keys.
+    With two systems it also has their largest relative differences in losses and gradients (see
+    `difference`), and the speed-up. Comments below describe the keys.
     """
     settings, digits = training.settings, training.digits
     labels = digits.test_labels
@@ -456,7 +568,8 @@ def report(training: Training) -> dict[str, Any]:
     sizes, values = metrics.against_size(members, labels)
     out: dict[str, Any] = {
         "settings": dataclasses.asdict(settings),
-        "machine": machine(training.device) | {"load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None},
+        "machine": machine(training.device)
+        | {"load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None},
         "devices": 1 if training.mesh is None else training.mesh.size,
         "processes": jax.process_count(),
         "interrupted": training.interrupted,
@@ -466,24 +579,38 @@ def report(training: Training) -> dict[str, Any]:
         "test_images": len(labels),
         "parameters_per_member": sum(v[0].numel() for v in training.initial.values()),
         "systems": {},
-        "by_size": {  # of the mean probability of so many members: the mean over draws of members, and their 10 % and 90 % quantiles
+        # of the mean probability of so many members: the mean over draws of members, and their 10 %
+        # and 90 % quantiles
+        "by_size": {
             "members": sizes,
-            **{name: {"mean": v.mean(1).tolist(), "low": v.quantile(0.1, 1).tolist(), "high": v.quantile(0.9, 1).tolist()}
-               for name, v in values.items()},
+            **{
+                name: {
+                    "mean": v.mean(1).tolist(),
+                    "low": v.quantile(0.1, 1).tolist(),
+                    "high": v.quantile(0.9, 1).tolist(),
+                }
+                for name, v in values.items()
+            },
         },
         "out_of_distribution": out_of_distribution(ours, on_letters, names, strange),
         "least_sure": least_sure(ours, digits),
     }
     per_epoch = steps_per_epoch(digits, settings)
     for name, system in training.systems.items():
-        found = ours if system is training.ours else Classification.of(system.logits(digits.test_images))
+        found = (
+            ours
+            if system is training.ours
+            else Classification.of(system.logits(digits.test_images))
+        )
         correct = (found.logits.argmax(-1) == labels).double().mean(-1)
         losses, seconds = np.array(training.losses[name]), training.seconds[name]
         p = found.probability
         out["systems"][name] = {
             "first_step_s": seconds[0] if seconds else None,  # with tracing and compiling
-            "step_ms": 1e3 * float(np.median(seconds[1:])) if len(seconds) > 1 else None,  # the median of the others
-            "final_loss": float(losses[-per_epoch:].mean()) if len(losses) else None,  # over members and the last epoch's batches
+            # the median of the others
+            "step_ms": 1e3 * float(np.median(seconds[1:])) if len(seconds) > 1 else None,
+            # over members and the last epoch's batches
+            "final_loss": float(losses[-per_epoch:].mean()) if len(losses) else None,
             "test_accuracy": {
                 "mean_member": float(correct.mean()),
                 "worst_member": float(correct.min()),
@@ -495,7 +622,8 @@ def report(training: Training) -> dict[str, Any]:
             "brier": float(metrics.brier_score(p, labels)),
             "ece": float(metrics.calibration_error(p, labels)),
             "calibration": calibration(p, labels),
-            "losses": [[float(f"{x:.7g}") for x in member] for member in losses.T],  # [members][steps]
+            # [members][steps]
+            "losses": [[float(f"{x:.7g}") for x in member] for member in losses.T],
         }
     if "torch.func" in training.systems:
         out["difference"] = differences(training)
@@ -504,19 +632,26 @@ def report(training: Training) -> dict[str, Any]:
 
 
 def speed_up(training: Training) -> dict[str, float] | None:
-    """How many times as fast a step is as under torch.func: the median over steps, which the systems take in turns, and the quartiles.
+    """How many times as fast a step is as under torch.func: the median over steps, which the
+    systems take in turns, and the quartiles.
 
     None after fewer than ENOUGH_STEPS steps.
     """
-    ours, theirs = (np.array(training.seconds[name][1:]) for name in ("torchfunc_jax", "torch.func"))
+    ours, theirs = (
+        np.array(training.seconds[name][1:]) for name in ("torchfunc_jax", "torch.func")
+    )
     if len(ours) < ENOUGH_STEPS:
         return None
     low, median, high = np.quantile(theirs / ours, [0.25, 0.5, 0.75])
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 
-def out_of_distribution(ours: Classification, on_letters: Classification, names: list[str], images: torch.Tensor) -> dict[str, Any]:
-    """How well scores tell letters from digits: AUROC and the false positives at 95 % recall, the scores themselves, and a few letters."""
+def out_of_distribution(
+    ours: Classification, on_letters: Classification, names: list[str], images: torch.Tensor
+) -> dict[str, Any]:
+    """How well scores tell letters from digits: AUROC and the false positives at 95 % recall, the
+    scores themselves, and a few letters.
+    """
     scores = {
         "1 - confidence": [1 - x.probability.amax(-1) for x in (ours, on_letters)],
         "entropy": [x.entropy for x in (ours, on_letters)],
@@ -526,11 +661,16 @@ def out_of_distribution(ours: Classification, on_letters: Classification, names:
     is_letter = torch.cat([torch.zeros(len(ours.vote)), torch.ones(len(names))]).bool()
     return {
         "letters": len(names),
-        "mean_member": {"auroc": float(metrics.auroc(single, is_letter).mean()), "fpr95": float(metrics.fpr95(single, is_letter).mean())},
+        "mean_member": {
+            "auroc": float(metrics.auroc(single, is_letter).mean()),
+            "fpr95": float(metrics.fpr95(single, is_letter).mean()),
+        },
         "scores": {
             name: {
-                "auroc": float(metrics.auroc(torch.cat(pair), is_letter)), "fpr95": float(metrics.fpr95(torch.cat(pair), is_letter)),
-                "digits": _rounded(pair[0]), "letters": _rounded(pair[1]),
+                "auroc": float(metrics.auroc(torch.cat(pair), is_letter)),
+                "fpr95": float(metrics.fpr95(torch.cat(pair), is_letter)),
+                "digits": _rounded(pair[0]),
+                "letters": _rounded(pair[1]),
             }
             for name, pair in scores.items()
         },
@@ -565,9 +705,11 @@ def _pixels(image: torch.Tensor) -> list[list[float]]:
 
 
 def differences(training: Training) -> dict[str, dict[str, float]]:
-    """The differences between the two systems at the first step, at the end with the same weights, and at the end with their own weights.
+    """The differences between the two systems at the first step, at the end with the same weights,
+    and at the end with their own weights.
 
-    The last difference adds up the rounding errors of all steps, which training magnifies; the first two are those of one step.
+    The last difference adds up the rounding errors of all steps, which training magnifies; the
+    first two are those of one step.
     """
     ours, theirs = training.systems["torchfunc_jax"], training.systems["torch.func"]
     reached, theirs_reached = ours.weights(), theirs.weights()
@@ -580,17 +722,29 @@ def differences(training: Training) -> dict[str, dict[str, float]]:
     for name, (our_weights, their_weights, batch) in cases.items():
         our_grads, our_losses = ours.gradients(our_weights, batch)
         their_grads, their_losses = theirs.gradients(their_weights, batch)
-        flat = [np.concatenate([g[k].reshape(len(our_losses), -1) for k in sorted(g)], 1) for g in (our_grads, their_grads)]
-        out[name] = {"loss": difference(our_losses[:, None], their_losses[:, None]), "gradient": difference(*flat)}
+        flat = [
+            np.concatenate([g[k].reshape(len(our_losses), -1) for k in sorted(g)], 1)
+            for g in (our_grads, their_grads)
+        ]
+        out[name] = {
+            "loss": difference(our_losses[:, None], their_losses[:, None]),
+            "gradient": difference(*flat),
+        }
     return out
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest |a - b| of a row, as a part of the largest |b| of that row; the worst row counts."""
-    return float((np.abs(a - b).max(1) / np.maximum(np.abs(b).max(1), np.finfo(b.dtype).tiny)).max())
+    """The largest |a - b| of a row, as a part of the largest |b| of that row;
+    the worst row counts.
+    """
+    return float(
+        (np.abs(a - b).max(1) / np.maximum(np.abs(b).max(1), np.finfo(b.dtype).tiny)).max()
+    )
 
 
-def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> dict[str, Any]:
+def calibration(
+    probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15
+) -> dict[str, Any]:
     """The accuracy of the vote among digits of similar confidence, as lists for JSON.
 
     Args:
@@ -599,7 +753,8 @@ def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 1
         bins: the number of bins of equal width from 0 to 1.
 
     Returns:
-        {"confidence", "accuracy": of each bin, None for an empty one; "count"; "error": the expected calibration error,
+        {"confidence", "accuracy": of each bin, None for an empty one; "count"; "error": the
+            expected calibration error,
         the mean distance of the two over all digits}.
 
     Source: `torchfunc_jax.ensemble.metrics.reliability`
@@ -607,10 +762,21 @@ def calibration(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 1
     Example:
         >>> import torch
         >>> from torchfunc_jax.examples.digits import calibration
-        >>> round(calibration(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0]))["error"], 2)
+        >>> round(
+        ...     calibration(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0]))[
+        ...         "error"
+        ...     ],
+        ...     2,
+        ... )
         0.25
     """
     confidence, accuracy, count = metrics.reliability(probabilities, labels, bins)
     means = ([None if math.isnan(v) else v for v in x.tolist()] for x in (confidence, accuracy))
     error = float(metrics.calibration_error(probabilities, labels, bins))
-    return dict(zip(("confidence", "accuracy", "count", "error"), (*means, count.tolist(), error), strict=True))
+    return dict(
+        zip(
+            ("confidence", "accuracy", "count", "error"),
+            (*means, count.tolist(), error),
+            strict=True,
+        )
+    )

@@ -1,1 +1,3 @@
-"""Helpers for lowerings of every family: PyTorch's type promotion, builders of element-wise operators, checks of values."""
+"""Helpers for lowerings of every family: PyTorch's type promotion, builders of element-wise
+operators, checks of values.
+"""

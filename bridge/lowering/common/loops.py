@@ -1,8 +1,10 @@
 """Loops of lowerings.
 
-While a program is traced, lowerings run without JAX's inner jits (``jax.disable_jit``), because each of them costs a trace of its own.
-JAX would then also unroll its loops.  ``kept`` and the functions here keep a loop as one operation.
+While a program is traced, lowerings run without JAX's inner jits (``jax.disable_jit``), because
+each of them costs a trace of its own. JAX would then also unroll its loops. ``kept`` and the
+functions here keep a loop as one operation.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -48,7 +50,9 @@ def fori_loop(*args: Any) -> Any:
 
 
 def searchsorted(sequence: Array, values: Array, side: str) -> Array:
-    """PyTorch's binary search. ``jnp.searchsorted`` puts NaN after all numbers, while no comparison with NaN holds in PyTorch's."""
+    """PyTorch's binary search. ``jnp.searchsorted`` puts NaN after all numbers, while no comparison
+    with NaN holds in PyTorch's.
+    """
     found = jnp.zeros(values.shape, np.int32 if len(sequence) < 2**31 else np.int64)
     if not len(sequence):
         return found
@@ -60,7 +64,9 @@ def searchsorted(sequence: Array, values: Array, side: str) -> Array:
         there = reached(jnp.take(sequence, middle, mode="clip"), values)
         return jnp.where(there | (low >= high), low, middle + 1), jnp.where(there, middle, high)
 
-    return fori_loop(0, len(sequence).bit_length(), halve, (found, jnp.full_like(found, len(sequence))))[0]
+    return fori_loop(
+        0, len(sequence).bit_length(), halve, (found, jnp.full_like(found, len(sequence)))
+    )[0]
 
 
 __all__ = ["fori_loop", "kept", "kept_in", "scan", "searchsorted"]

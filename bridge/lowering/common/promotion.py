@@ -1,4 +1,7 @@
-"""PyTorch's type promotion on JAX arrays and Python numbers.  Every lowering that mixes operands goes through here."""
+"""PyTorch's type promotion on JAX arrays and Python numbers. Every lowering that mixes operands
+goes through here.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -41,68 +44,95 @@ def default_complex() -> np.dtype:
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The dtype that torch.result_type gives for arrays, 0-dim arrays and Python numbers; None is ignored."""
+    """The dtype that torch.result_type gives for arrays, 0-dim arrays and Python numbers; None is
+    ignored.
+    """
     return dtypes.to_jax(dtypes.promoted(operands))
 
 
 def cast(x: Any, dtype: DTypeLike) -> Array:
-    """x as an array of that dtype, or x itself if it has the dtype.  A complex array cast to a real type keeps its real part."""
+    """x as an array of that dtype, or x itself if it has the dtype. A complex array cast to a real
+    type keeps its real part.
+    """
     if not is_array(x):  # a number, or a stand-in for one that is known only when the program runs
         return x.as_array(dtype) if hasattr(x, "as_array") else jnp.asarray(x, dtype=dtype)
     if x.dtype == dtype:
         return x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
         x = (x != 0) if dtype == np.bool_ else lax.real(x)
     if jnp.issubdtype(x.dtype, jnp.floating) and np.dtype(dtype).kind in "iu":
         return _whole(x, np.dtype(dtype))
     if np.dtype(dtype) in _FLOAT8 and x.dtype != np.bool_:
         return _to_float8(x, np.dtype(dtype))
-    if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):  # XLA makes False * nan a 0 if the bool has been converted
+    # XLA makes False * nan a 0 if the bool has been converted
+    if x.dtype == np.bool_ and jnp.issubdtype(dtype, jnp.inexact):
         return lax.select(x, lax.full_like(x, 1, dtype), lax.full_like(x, 0, dtype))
     return lax.convert_element_type(x, dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _to_float8(x: Array, dtype: np.dtype) -> Array:
-    """Numbers cast by way of float32, as in PyTorch: a type that has no infinity but the sign of zero (e4m3fn) saturates."""
+    """Numbers cast by way of float32, as in PyTorch: a type that has no infinity but the sign of
+    zero (e4m3fn) saturates.
+    """
     x = lax.convert_element_type(x, np.float32)
     if dtype == _SATURATES:
-        return lax.convert_element_type(jnp.where(lax.abs(x) > _LARGEST, jnp.copysign(_LARGEST, x), x), dtype)
-    if dtype.name.endswith("fnuz"):  # the bits of -0.0 are NaN in these types, and XLA's quick programs write them
+        return lax.convert_element_type(
+            jnp.where(lax.abs(x) > _LARGEST, jnp.copysign(_LARGEST, x), x), dtype
+        )
+    # the bits of -0.0 are NaN in these types, and XLA's quick programs write them
+    if dtype.name.endswith("fnuz"):
         x = jnp.where(lax.abs(x) <= float(jnp.finfo(dtype).smallest_subnormal) / 2, 0, x)
     return lax.convert_element_type(x, dtype)
 
 
 @_to_float8.defjvp
 def _to_float8_jvp(dtype: np.dtype, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _to_float8(*primals, dtype), lax.convert_element_type(tangents[0], dtype)  # also where it saturates
+    # also where it saturates
+    return _to_float8(*primals, dtype), lax.convert_element_type(tangents[0], dtype)
 
 
 def saturated(value: Any, dtype: np.dtype) -> Any:
-    """A Python number that ``_to_float8`` would change, in the type's range; numpy makes NaN of it."""
+    """A Python number that ``_to_float8`` would change, in the type's range;
+    numpy makes NaN of it.
+    """
     return min(max(value, -_LARGEST), _LARGEST) if dtype == _SATURATES and value == value else value
 
 
 def constant(values: ArrayLike, dtype: DTypeLike | None = None) -> Array:
-    """An array whose values are known even while jit traces; for ``jnp.asarray`` XLA would compile a program for each shape."""
+    """An array whose values are known even while jit traces; for ``jnp.asarray`` XLA would compile
+    a program for each shape.
+    """
     with jax.ensure_compile_time_eval():
         return jax.device_put(np.asarray(values, dtype))
 
 
 def _whole(x: Array, dtype: np.dtype) -> Array:
-    """Floats cast as in PyTorch on x86: towards zero; NaN and numbers beyond 32 (or 64) bits give the least integer; narrow dtypes wrap."""
-    x = lax.convert_element_type(x, np.float32) if x.dtype in _FLOAT8 else x  # which may have no infinity to compare with
+    """Floats cast as in PyTorch on x86: towards zero; NaN and numbers beyond 32 (or 64) bits give
+    the least integer; narrow dtypes wrap.
+    """
+    # which may have no infinity to compare with
+    x = lax.convert_element_type(x, np.float32) if x.dtype in _FLOAT8 else x
     info = np.iinfo(np.int32 if dtype.itemsize < 4 else dtype)
-    wide = lax.convert_element_type(x, info.dtype)  # XLA itself clips to the nearest integer, and makes NaN 0
+    # XLA itself clips to the nearest integer, and makes NaN 0
+    wide = lax.convert_element_type(x, info.dtype)
     if info.min:
         bound = 2.0 ** (info.bits - 1)
-        fits = lax.lt(x, lax.full_like(x, bound)) if bound <= float(jnp.finfo(x.dtype).max) else lax.lt(x, lax.full_like(x, np.inf))
+        fits = (
+            lax.lt(x, lax.full_like(x, bound))
+            if bound <= float(jnp.finfo(x.dtype).max)
+            else lax.lt(x, lax.full_like(x, np.inf))
+        )
         wide = lax.select(fits, wide, lax.full_like(wide, info.min))
     return lax.convert_element_type(wide, dtype)
 
 
 def promote(*operands: Any) -> list[Array]:
-    """The operands as arrays of their common dtype, as an element-wise torch operator sees them (shapes untouched)."""
+    """The operands as arrays of their common dtype, as an element-wise torch operator sees them
+    (shapes untouched).
+    """
     dtype = result_dtype(*operands)
     return [None if x is None else cast(x, dtype) for x in operands]
 
@@ -114,7 +144,9 @@ def float_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def opmath(dtype: np.dtype) -> np.dtype:
-    """The dtype that PyTorch computes in internally: float32 for float16 and bfloat16, else the dtype itself."""
+    """The dtype that PyTorch computes in internally: float32 for float16 and bfloat16, else the
+    dtype itself.
+    """
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if dtype in _LOW else dtype
 
@@ -148,20 +180,28 @@ def jdtype(dtype: torch.dtype | None, default: DTypeLike) -> np.dtype:
 
 
 def concrete(x: Array) -> np.ndarray:
-    """The values of an array, without derivatives; raises JAX's concretization error under vmap or jit."""
+    """The values of an array, without derivatives; raises JAX's concretization error under vmap or
+    jit.
+    """
     return np.asarray(lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x)
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
-    """A dimension made non-negative if it counts from the end; raises torch's IndexError if it is out of range."""
+    """A dimension made non-negative if it counts from the end; raises torch's IndexError if it is
+    out of range.
+    """
     low, high = -max(ndim, 1), max(ndim, 1) - 1
     if not low <= dim <= high:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{low}, {high}], but got {dim})"
+        )
     return dim % max(ndim, 1)
 
 
 def wrap_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """A dim argument (int, list, empty or None for all) as a tuple of non-negative dimensions; () for a 0-dim array."""
+    """A dim argument (int, list, empty or None for all) as a tuple of non-negative dimensions; ()
+    for a 0-dim array.
+    """
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return tuple(range(ndim))
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
@@ -172,14 +212,21 @@ def wrap_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def fused(*static: str) -> Callable[..., Any]:
-    """A decorator that makes a lowering of several primitives one call: jitted, the named arguments static (hashable).
+    """A decorator that makes a lowering of several primitives one call: jitted, the named arguments
+    static (hashable).
 
-    Outside jit a transform then sees one primitive with cached rules instead of many; inside jit it is inlined and costs nothing.
+    Outside jit a transform then sees one primitive with cached rules instead of many; inside jit it
+    is inlined and costs nothing.
     """
     return functools.partial(jax.jit, inline=True, static_argnames=static)
 
 
 def require_inexact(x: Array, name: str) -> None:
-    """Raise NotImplementedError, as PyTorch does, if an operator that needs floating or complex values gets integers."""
+    """Raise NotImplementedError, as PyTorch does, if an operator that needs floating or complex
+    values gets integers.
+    """
     if is_integral(x):
-        raise NotImplementedError(f"{name}: not implemented for {dtypes.to_torch(x.dtype)}; expected a floating-point tensor")
+        raise NotImplementedError(
+            f"{name}: not implemented for {dtypes.to_torch(x.dtype)}; expected "
+            "a floating-point tensor"
+        )

@@ -1,7 +1,10 @@
-"""Operators whose results have a shape that depends on values, under a vmap that is not compiled: one lane after the other.
+"""Operators whose results have a shape that depends on values, under a vmap that is not compiled:
+one lane after the other.
 
-torch.func does the same for repeat_interleave, bincount and argwhere: it loops over the lanes and stacks results of one shape.
+torch.func does the same for repeat_interleave, bincount and argwhere: it loops over the lanes and
+stacks results of one shape.
 """
+
 from __future__ import annotations
 
 import functools
@@ -27,18 +30,27 @@ def _aval(*avals: Any, lower: Callable[..., Any]) -> None:
     raise jax.errors.JAXTypeError("the shape of the result depends on values")
 
 
-def _batch(arrays: Sequence[Array], dims: Sequence[int | None], *, lower: Callable[..., Any]) -> tuple[Any, int]:
+def _batch(
+    arrays: Sequence[Array], dims: Sequence[int | None], *, lower: Callable[..., Any]
+) -> tuple[Any, int]:
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     if not size:
-        raise RuntimeError("vmap: an operator whose output has a dynamic shape needs at least one lane to know it, got none")
+        raise RuntimeError(
+            "vmap: an operator whose output has a dynamic shape needs at least "
+            "one lane to know it, got none"
+        )
     lanes = []
     for i in range(size):
-        lane = [a if d is None else lax.index_in_dim(a, i, d, keepdims=False) for a, d in zip(arrays, dims, strict=True)]
+        lane = [
+            a if d is None else lax.index_in_dim(a, i, d, keepdims=False)
+            for a, d in zip(arrays, dims, strict=True)
+        ]
         lanes.append(_by_lane_p.bind(*lane, lower=lower))
         if lanes[i].shape != lanes[0].shape:
             raise RuntimeError(
-                f"stack expects each tensor to be equal size, but got {list(lanes[0].shape)} at entry 0 and {list(lanes[i].shape)} at "
-                f"entry {i}: vmap needs outputs of the same shape from every lane"
+                f"stack expects each tensor to be equal size, but got {list(lanes[0].shape)} at "
+                f"entry 0 and {list(lanes[i].shape)} at entry {i}: vmap needs outputs of the same "
+                "shape from every lane"
             )
     return jnp.stack(lanes), 0
 
@@ -47,7 +59,9 @@ batching.primitive_batchers[_by_lane_p] = _batch
 
 
 def by_lane(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a lowering without derivative, which reads its arrays' values, run directly if they are known and lane by lane under vmap."""
+    """Make a lowering without derivative, which reads its arrays' values, run directly if they are
+    known and lane by lane under vmap.
+    """
 
     @functools.wraps(lower)
     def run(*args: Any, **kwargs: Any) -> Array | None:

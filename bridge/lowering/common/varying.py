@@ -1,9 +1,12 @@
 """Derivatives, loops and branches inside of ``jax.shard_map``.
 
-There a value's type says over which axes of the mesh it varies (check_vma).  JAX lets values of different types meet in its primitives, but
-not at the seams: a cotangent must vary over what its output varies over, a tangent over what its primal does, the carry of a loop before a
-step over what it does after it, and both branches of a cond must agree.  Outside of ``shard_map`` the functions here are JAX's own.
+There a value's type says over which axes of the mesh it varies (check_vma). JAX lets values of
+different types meet in its primitives, but not at the seams: a cotangent must vary over what its
+output varies over, a tangent over what its primal does, the carry of a loop before a step over what
+it does after it, and both branches of a cond must agree. Outside of ``shard_map`` the functions
+here are JAX's own.
 """
+
 from __future__ import annotations
 
 import functools
@@ -23,7 +26,9 @@ _NOTHING: Axes = frozenset()
 
 def axes(x: Any) -> Axes:
     """The axes of the mesh that a value, or an abstract value, varies over."""
-    found = getattr(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x), "manual_axis_type", None)
+    found = getattr(
+        x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x), "manual_axis_type", None
+    )
     return _NOTHING if found is None else found.varying
 
 
@@ -44,11 +49,16 @@ def in_shard_map() -> bool:
 
 
 def in_type(x: Any) -> dict[str, Any]:
-    """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as x does; nothing outside of ``shard_map``."""
+    """What ``jax.ShapeDtypeStruct`` takes so that an abstract value varies as x does; nothing
+    outside of ``shard_map``.
+    """
     if not in_shard_map():
         return {}
     kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
-    return {"sharding": NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()), "manual_axis_type": kind}
+    return {
+        "sharding": NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()),
+        "manual_axis_type": kind,
+    }
 
 
 def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -67,11 +77,15 @@ def _pulled(wanted: Sequence[Axes], pull: Callable[..., Any], cotangents: Any) -
 
 def jvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     """``jax.jvp``; tangents may vary over fewer axes than the primals."""
-    return jax.jvp(fun, primals, tuple(map(like, tangents, primals)) if in_shard_map() else tangents)
+    return jax.jvp(
+        fun, primals, tuple(map(like, tangents, primals)) if in_shard_map() else tangents
+    )
 
 
 def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """``jax.linearize``; the pushforward takes tangents that vary over fewer axes than the primals."""
+    """``jax.linearize``; the pushforward takes tangents that vary over fewer
+    axes than the primals.
+    """
     found: Any = jax.linearize(fun, *primals, has_aux=has_aux)  # type: ignore[call-overload]
     if not in_shard_map():
         return found
@@ -84,7 +98,9 @@ def _pushed(wanted: Sequence[Axes], push: Callable[..., Any], *tangents: Any) ->
 
 
 def no_tangent(x: Any) -> SymbolicZero:
-    """The tangent of a result without one (an integer, say) in a rule of a custom_jvp with ``symbolic_zeros``."""
+    """The tangent of a result without one (an integer, say) in a rule of a custom_jvp with
+    ``symbolic_zeros``.
+    """
     return SymbolicZero.from_primal_value(x)
 
 
@@ -94,7 +110,9 @@ def instantiated(tangent: Any) -> Any:
 
 
 def carried(step: Callable[[Any], Any], carry: Any) -> Any:
-    """A carry that varies over what it varies over after a step; step: the carry before -> the carry after."""
+    """A carry that varies over what it varies over after a step; step: the carry before -> the
+    carry after.
+    """
     while in_shard_map():
         after = jax.tree.leaves(jax.eval_shape(step, carry))
         leaves, tree = jax.tree.flatten(carry)
@@ -106,7 +124,8 @@ def carried(step: Callable[[Any], Any], carry: Any) -> Any:
     return carry
 
 
-# jax 0.12 has polynomials in the derivatives of these two, whose coefficients do not vary as the argument does
+# jax 0.12 has polynomials in the derivatives of these two, whose coefficients do not vary as the
+# argument does
 def erf(x: Any) -> Any:
     """``lax.erf``."""
     return _erf(x) if in_shard_map() else lax.erf(x)
@@ -131,7 +150,9 @@ def scan(step: Callable[..., Any], init: Any, xs: Any, *args: Any, **kwargs: Any
 
 def fori_loop(lower: Any, upper: Any, body: Callable[..., Any], init: Any) -> Any:
     """``lax.fori_loop``."""
-    return lax.fori_loop(lower, upper, body, carried(lambda carry: body(jnp.asarray(lower), carry), init))
+    return lax.fori_loop(
+        lower, upper, body, carried(lambda carry: body(jnp.asarray(lower), carry), init)
+    )
 
 
 def while_loop(test: Callable[..., Any], body: Callable[..., Any], init: Any) -> Any:
@@ -143,7 +164,10 @@ def cond(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: 
     """``lax.cond``."""
     if not in_shard_map():
         return lax.cond(pred, yes, no, *operands)
-    found = [[axes(x) for x in jax.tree.leaves(jax.eval_shape(branch, *operands))] for branch in (yes, no)]
+    found = [
+        [axes(x) for x in jax.tree.leaves(jax.eval_shape(branch, *operands))]
+        for branch in (yes, no)
+    ]
     wanted = [a | b for a, b in zip(*found, strict=False)]
 
     def wide(branch: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,1 +1,3 @@
-"""Operators that act on each element: arithmetic, comparison, elementary functions, complex numbers."""
+"""Operators that act on each element: arithmetic, comparison, elementary functions, complex
+numbers.
+"""

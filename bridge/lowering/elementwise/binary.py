@@ -1,4 +1,7 @@
-"""Element-wise mathematics of two tensors beyond arithmetic: hypot, logaddexp, copysign, heaviside, nextafter, ldexp."""
+"""Element-wise mathematics of two tensors beyond arithmetic: hypot, logaddexp, copysign, heaviside,
+nextafter, ldexp.
+"""
+
 from __future__ import annotations
 
 import math
@@ -18,7 +21,9 @@ from bridge.lowering.registry import lowering
 def _hypot(a: Array, b: Array) -> Array:
     a, b = lax.abs(a), lax.abs(b)
     large, small = lax.max(a, b), lax.min(a, b)
-    infinite = lax.bitwise_or(lax.eq(a, number(math.inf, a.dtype)), lax.eq(b, number(math.inf, b.dtype)))
+    infinite = lax.bitwise_or(
+        lax.eq(a, number(math.inf, a.dtype)), lax.eq(b, number(math.inf, b.dtype))
+    )
     ratio = lax.div(small, choose(lax.eq(large, number(0, a.dtype)), 1, large))
     size = lax.mul(large, lax.sqrt(lax.add(lax.mul(ratio, ratio), number(1, a.dtype))))
     return choose(infinite, math.inf, size)
@@ -58,7 +63,11 @@ def _logaddexp(a: Array, b: Array) -> Array:
     return lax.select_n(infinite, lax.add(high, lax.log1p(lax.exp(gap))), high)
 
 
-define_slopes(_logaddexp, lambda a, b, y: lax.logistic(lax.sub(a, b)), lambda a, b, y: lax.logistic(lax.sub(b, a)))
+define_slopes(
+    _logaddexp,
+    lambda a, b, y: lax.logistic(lax.sub(a, b)),
+    lambda a, b, y: lax.logistic(lax.sub(b, a)),
+)
 
 
 def _logaddexp2(a: Array, b: Array) -> Array:
@@ -71,11 +80,16 @@ def _nextafter(a: Array, b: Array) -> Array:
     """Computed on bit patterns, because XLA on CPU compares denormal numbers as zeros."""
     kind = np.dtype(f"int{a.dtype.itemsize * 8}")
     bits = [lax.bitcast_convert_type(x, kind) for x in (a, b)]
-    none, one, sign, rest = (lax.full_like(bits[0], x) for x in (0, 1, np.iinfo(kind).min, np.iinfo(kind).max))
+    none, one, sign, rest = (
+        lax.full_like(bits[0], x) for x in (0, 1, np.iinfo(kind).min, np.iinfo(kind).max)
+    )
     size_a, size_b = (lax.bitwise_and(x, rest) for x in bits)
-    inward = lax.bitwise_or(lax.lt(lax.bitwise_xor(*bits), none), lax.gt(size_a, size_b))  # the other sign, or nearer to zero
+    # the other sign, or nearer to zero
+    inward = lax.bitwise_or(lax.lt(lax.bitwise_xor(*bits), none), lax.gt(size_a, size_b))
     moved = lax.select_n(inward, lax.add(bits[0], one), lax.sub(bits[0], one))
-    moved = lax.select_n(lax.eq(size_a, none), moved, lax.bitwise_or(lax.bitwise_and(bits[1], sign), one))
+    moved = lax.select_n(
+        lax.eq(size_a, none), moved, lax.bitwise_or(lax.bitwise_and(bits[1], sign), one)
+    )
     same = lax.bitwise_or(lax.eq(*bits), lax.eq(lax.bitwise_or(size_a, size_b), none))
     found = lax.bitcast_convert_type(lax.select_n(same, moved, bits[1]), a.dtype)
     nan = lax.bitwise_or(lax.ne(a, a), lax.ne(b, b))

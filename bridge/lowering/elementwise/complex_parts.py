@@ -1,4 +1,7 @@
-"""Complex numbers and their parts: polar, angle, conj, and atan2.  The views as pairs of reals are in shape.py."""
+"""Complex numbers and their parts: polar, angle, conj, and atan2. The views as pairs of reals are
+in shape.py.
+"""
+
 from __future__ import annotations
 
 import math
@@ -6,12 +9,26 @@ import math
 import jax
 from jax import Array, lax
 
-from bridge.lowering.common.builders import align, binary, choose, define_slopes, fused, like, number
+from bridge.lowering.common.builders import (
+    align,
+    binary,
+    choose,
+    define_slopes,
+    fused,
+    like,
+    number,
+)
 from bridge.lowering.common.promotion import cast, default_float, is_complex
 from bridge.lowering.registry import lowering
 
 
-@lowering("aten._conj", "aten.conj_physical", "aten._conj_physical", "aten._conj_copy", view_inverse=lambda base, value: lax.conj(value))
+@lowering(
+    "aten._conj",
+    "aten.conj_physical",
+    "aten._conj_physical",
+    "aten._conj_copy",
+    view_inverse=lambda base, value: lax.conj(value),
+)
 def aten_conj(self: Array) -> Array:
     """_conj(Tensor(a) self) -> Tensor(a)"""
     return lax.conj(self) if is_complex(self) else self
@@ -43,14 +60,24 @@ def _over_square(part: Array, y: Array, x: Array) -> Array:
     return choose(origin, 0, lax.div(part, choose(origin, 1, square)))
 
 
-define_slopes(atan2, lambda y, x, angle: _over_square(x, y, x), lambda y, x, angle: _over_square(lax.neg(y), y, x))
+define_slopes(
+    atan2,
+    lambda y, x, angle: _over_square(x, y, x),
+    lambda y, x, angle: _over_square(lax.neg(y), y, x),
+)
 aten_atan2 = lowering("aten.atan2")(binary(atan2, floating=True))
 
 
 @lowering("aten.angle")
 def aten_angle(self: Array) -> Array:
     """angle(Tensor self) -> Tensor"""
-    return _angle(self if is_complex(self) else cast(self, default_float()) if self.dtype.kind in "iub" else self)
+    return _angle(
+        self
+        if is_complex(self)
+        else cast(self, default_float())
+        if self.dtype.kind in "iub"
+        else self
+    )
 
 
 @fused

@@ -1,7 +1,10 @@
-"""exp, sin, cos, tan, sinh, cosh, tanh, atan, atanh and others: complex numbers by their two parts, real numbers by JAX's functions.
+"""exp, sin, cos, tan, sinh, cosh, tanh, atan, atanh and others: complex numbers by their two parts,
+real numbers by JAX's functions.
 
-XLA's complex functions give 0.0 where C99 (annex G) and PyTorch give -0.0, and at infinities NaN in both parts although one has a value.
+XLA's complex functions give 0.0 where C99 (annex G) and PyTorch give -0.0, and at infinities NaN in
+both parts although one has a value.
 """
+
 from __future__ import annotations
 
 import math
@@ -22,13 +25,19 @@ def _zero(x: Array) -> Array:
 
 def _signed(zero: Array, factor: Array) -> Array:
     """A zero times the sign of a factor that may be infinite; NaN counts as positive."""
-    return lax.mul(zero, lax.select(lax.ne(factor, factor), lax.full_like(factor, 1), lax.sign(factor)))
+    return lax.mul(
+        zero, lax.select(lax.ne(factor, factor), lax.full_like(factor, 1), lax.sign(factor))
+    )
 
 
 def _times(p: Array, q: Array) -> Array:
     """p * q, which is zero if one of them is, even if the other is infinite or NaN."""
-    y = lax.select(lax.bitwise_and(_zero(q), lax.bitwise_not(lax.is_finite(p))), _signed(q, p), lax.mul(p, q))
-    return lax.select(lax.bitwise_and(_zero(p), lax.bitwise_not(lax.is_finite(q))), _signed(p, q), y)
+    y = lax.select(
+        lax.bitwise_and(_zero(q), lax.bitwise_not(lax.is_finite(p))), _signed(q, p), lax.mul(p, q)
+    )
+    return lax.select(
+        lax.bitwise_and(_zero(p), lax.bitwise_not(lax.is_finite(q))), _signed(p, q), y
+    )
 
 
 def _led(p: Array, q: Array, argument: Array) -> Array:
@@ -39,7 +48,8 @@ def _led(p: Array, q: Array, argument: Array) -> Array:
 
 def _wound(size: Array, a: Array, angle: Array) -> tuple[Array, Array]:
     """size (cos angle + i sin angle); size is a power with the exponent a."""
-    lost = lax.bitwise_and(lax.is_finite(a), lax.bitwise_not(lax.is_finite(angle)))  # stays NaN even if size is 0
+    # stays NaN even if size is 0
+    lost = lax.bitwise_and(lax.is_finite(a), lax.bitwise_not(lax.is_finite(angle)))
     angle = choose(lost, math.nan, angle)
     size = choose(lost, 1, size)
     return _led(size, lax.cos(angle), a), _times(size, lax.sin(angle))
@@ -50,7 +60,9 @@ def _parts_of(x: Array) -> tuple[Array, Array]:
 
 
 def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
-    """A function that uses parts(real, imaginary) for complex arrays and real for real ones; and parts alone, for define_slopes."""
+    """A function that uses parts(real, imaginary) for complex arrays and real for real ones; and
+    parts alone, for define_slopes.
+    """
 
     @jax.custom_jvp
     def of_complex(x: Array) -> Array:
@@ -61,7 +73,9 @@ def _by_parts(parts: Callable, real: Callable) -> tuple[Callable, Any]:
 
 
 def _on_axes(function: Callable) -> Callable:
-    """XLA's function, which maps both axes to themselves, with the sign of the part that is zero corrected."""
+    """XLA's function, which maps both axes to themselves, with the sign of the part that is zero
+    corrected.
+    """
 
     def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
@@ -71,7 +85,9 @@ def _on_axes(function: Callable) -> Callable:
 
 
 def _in_quadrants(function: Callable) -> Callable:
-    """XLA's function, with the signs of the argument's parts, zeros included: these signs select the side of a cut."""
+    """XLA's function, with the signs of the argument's parts, zeros included: these signs select
+    the side of a cut.
+    """
 
     def parts(a: Array, b: Array) -> tuple[Array, Array]:
         re, im = _parts_of(function(lax.complex(a, b)))
@@ -86,10 +102,19 @@ def _expm1_parts(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 exp, _exp = _by_parts(lambda a, b: _wound(lax.exp(a), a, b), lax.exp)
-sin, _sin = _by_parts(lambda a, b: (_times(lax.sin(a), lax.cosh(b)), _led(lax.sinh(b), lax.cos(a), b)), lax.sin)
-cos, _cos = _by_parts(lambda a, b: (_led(lax.cosh(b), lax.cos(a), b), lax.neg(_times(lax.sin(a), lax.sinh(b)))), lax.cos)
-sinh, _sinh = _by_parts(lambda a, b: (_led(lax.sinh(a), lax.cos(b), a), _times(lax.cosh(a), lax.sin(b))), lax.sinh)
-cosh, _cosh = _by_parts(lambda a, b: (_led(lax.cosh(a), lax.cos(b), a), _times(lax.sinh(a), lax.sin(b))), lax.cosh)
+sin, _sin = _by_parts(
+    lambda a, b: (_times(lax.sin(a), lax.cosh(b)), _led(lax.sinh(b), lax.cos(a), b)), lax.sin
+)
+cos, _cos = _by_parts(
+    lambda a, b: (_led(lax.cosh(b), lax.cos(a), b), lax.neg(_times(lax.sin(a), lax.sinh(b)))),
+    lax.cos,
+)
+sinh, _sinh = _by_parts(
+    lambda a, b: (_led(lax.sinh(a), lax.cos(b), a), _times(lax.cosh(a), lax.sin(b))), lax.sinh
+)
+cosh, _cosh = _by_parts(
+    lambda a, b: (_led(lax.cosh(a), lax.cos(b), a), _times(lax.sinh(a), lax.sin(b))), lax.cosh
+)
 tan, _tan = _by_parts(_on_axes(lax.tan), lax.tan)
 tanh, _tanh = _by_parts(_on_axes(lax.tanh), lax.tanh)
 atan, _atan = _by_parts(_in_quadrants(lax.atan), lax.atan)
@@ -106,7 +131,9 @@ define_slopes(_tan, lambda x, y: lax.add(number(1, y.dtype), lax.mul(y, y)))
 define_slopes(_tanh, lambda x, y: lax.sub(number(1, y.dtype), lax.mul(y, y)))
 define_slopes(_atan, lambda x, y: lax.reciprocal(lax.add(number(1, x.dtype), lax.mul(x, x))))
 for _function in (_atanh, _real_atanh):
-    define_slopes(_function, lambda x, y: lax.reciprocal(lax.sub(number(1, x.dtype), lax.mul(x, x))))
+    define_slopes(
+        _function, lambda x, y: lax.reciprocal(lax.sub(number(1, x.dtype), lax.mul(x, x)))
+    )
 define_slopes(_expm1, lambda x, y: _exp(x))
 
 
@@ -120,7 +147,10 @@ def _exp2_parts(a: Array, b: Array) -> tuple[Array, Array]:
 
 exp2, _exp2 = _by_parts(_exp2_parts, _power_of_two)
 _real_rsqrt = jax.custom_jvp(lax.rsqrt)
-rsqrt, _rsqrt = _by_parts(lambda a, b: _parts_of(lax.div(like(1, y := branch_cuts.sqrt(lax.complex(a, b))), y)), _real_rsqrt)
+rsqrt, _rsqrt = _by_parts(
+    lambda a, b: _parts_of(lax.div(like(1, y := branch_cuts.sqrt(lax.complex(a, b))), y)),
+    _real_rsqrt,
+)
 define_slopes(_exp2, lambda x, y: scaled(y, math.log(2)))
 define_slopes(_rsqrt, lambda x, y: scaled(lax.div(y, x), -0.5))
 define_slopes(_real_rsqrt, lambda x, y: scaled(lax.mul(y, lax.mul(y, y)), -0.5))

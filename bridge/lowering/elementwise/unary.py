@@ -1,8 +1,11 @@
-"""Element-wise operators of one tensor: arithmetic, exponentials, trigonometry, rounding, sign, tests, and their backward formulas.
+"""Element-wise operators of one tensor: arithmetic, exponentials, trigonometry, rounding, sign,
+tests, and their backward formulas.
 
-Operators of two tensors are in arithmetic.py and comparison.py, copies and casts in copies.py, complex parts in complex_parts.py,
-exp, sin and their kin for complex numbers in complex_trig.py, special functions in the folder special.
+Operators of two tensors are in arithmetic.py and comparison.py, copies and casts in copies.py,
+complex parts in complex_parts.py, exp, sin and their kin for complex numbers in complex_trig.py,
+special functions in the folder special.
 """
+
 from __future__ import annotations
 
 import functools
@@ -21,18 +24,23 @@ from bridge.lowering.elementwise import branch_cuts, complex_trig
 from bridge.lowering.registry import lowering
 
 
-# -- functions that lax lacks, or whose values or derivatives differ from torch's -------------------------------------
+# -- functions that lax lacks, or whose values or derivatives differ from torch's ------------------
 def _log_base(base: int) -> Callable:
     scale = 1 / math.log(base)
 
     def log(x: Array) -> Array:
         y = lax.log(x)
         if is_complex(x):  # part by part, because an infinity times 0 is NaN
-            return lax.complex(*(lax.mul(part(y), number(scale, part(y).dtype)) for part in (lax.real, lax.imag)))
+            return lax.complex(
+                *(lax.mul(part(y), number(scale, part(y).dtype)) for part in (lax.real, lax.imag))
+            )
         y = lax.mul(y, number(scale, x.dtype))
-        # log(8)/log(2) differs from 3 by one rounding, and floor(log2(x)) is common: a result next to an integer becomes that integer
+        # log(8)/log(2) differs from 3 by one rounding, and floor(log2(x)) is common: a result next
+        # to an integer becomes that integer
         gap = lax.sub(lax.round(y), y)
-        near = lax.le(lax.abs(gap), lax.mul(lax.abs(y), number(2 * float(np.finfo(x.dtype).eps), x.dtype)))
+        near = lax.le(
+            lax.abs(gap), lax.mul(lax.abs(y), number(2 * float(np.finfo(x.dtype).eps), x.dtype))
+        )
         return lax.add(y, lax.stop_gradient(choose(near, gap, like(0, y))))
 
     return log
@@ -48,7 +56,10 @@ def sign(x: Array) -> Array:
     if x.dtype == np.bool_:
         return x
     zero = number(0, x.dtype)
-    return lax.sub(lax.convert_element_type(lax.gt(x, zero), x.dtype), lax.convert_element_type(lax.lt(x, zero), x.dtype))
+    return lax.sub(
+        lax.convert_element_type(lax.gt(x, zero), x.dtype),
+        lax.convert_element_type(lax.lt(x, zero), x.dtype),
+    )
 
 
 def sgn(x: Array) -> Array:
@@ -70,7 +81,9 @@ def signbit(x: Array) -> Array:
 
 @jax.custom_jvp
 def absolute(x: Array) -> Array:
-    """|x|, with derivative 0 at 0 (JAX has 1); infinite if one part of a complex number is, even if the other is NaN."""
+    """|x|, with derivative 0 at 0 (JAX has 1); infinite if one part of a complex number is,
+    even if the other is NaN.
+    """
     if not is_complex(x):
         return x if x.dtype.kind in "ub" else lax.abs(x)
     infinite = lax.bitwise_or(isinf(lax.real(x)), isinf(lax.imag(x)))
@@ -121,7 +134,11 @@ def _isfinite(x: Array) -> Array:
 
 
 def _equals(value: float) -> Callable:
-    return lambda x: lax.broadcast(np.False_, x.shape) if x.dtype.kind in "iub" else lax.eq(x, number(value, x.dtype))
+    return lambda x: (
+        lax.broadcast(np.False_, x.shape)
+        if x.dtype.kind in "iub"
+        else lax.eq(x, number(value, x.dtype))
+    )
 
 
 def _keep_ints(fn: Callable) -> Callable:
@@ -132,7 +149,10 @@ def _keep_ints(fn: Callable) -> Callable:
 def _no_bools(name: str, fn: Callable) -> Callable:
     def checked(x: Array) -> Array:
         if x.dtype == np.bool_:
-            raise RuntimeError(f"self: {name} is not defined for torch.bool; use torch.logical_not, or convert the tensor first")
+            raise RuntimeError(
+                f"self: {name} is not defined for torch.bool; use torch.logical_not, or convert "
+                "the tensor first"
+            )
         return fn(x)
 
     return checked
@@ -157,7 +177,8 @@ _FLOAT = {
     "tanh": complex_trig.tanh,
     "atan": complex_trig.atan,
 }
-# the same, but half types are computed in float32, because XLA expands these functions into steps that each round
+# the same, but half types are computed in float32, because XLA expands these functions into steps
+# that each round
 _FLOAT_WIDE = {
     "acos": fused()(branch_cuts.acos),
     "acosh": fused()(branch_cuts.acosh),
@@ -181,10 +202,14 @@ _ANY: dict[str, Any] = {
     "isnan": fused(isnan),
     "isneginf": fused(_equals(-math.inf)),
     "isposinf": fused(_equals(math.inf)),
-    "logical_not": lambda x: lax.bitwise_not(x) if x.dtype == np.bool_ else lax.eq(x, number(0, x.dtype)),
+    "logical_not": lambda x: (
+        lax.bitwise_not(x) if x.dtype == np.bool_ else lax.eq(x, number(0, x.dtype))
+    ),
     "neg": _no_bools("neg", lax.neg),
     "relu": _no_bools("relu", fused(_relu)),
-    "round": _keep_ints(functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)),
+    "round": _keep_ints(
+        functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
+    ),
     "sgn": fused(sgn),
     "sign": fused(sign),
     "signbit": fused(signbit),
@@ -198,7 +223,7 @@ for _name, _fn in _ANY.items():
     lowering(f"aten.{_name}")(_fn)
 
 
-# -- with options -----------------------------------------------------------------------------------------------------
+# -- with options ----------------------------------------------------------------------------------
 @lowering("aten.round.decimals")
 def aten_round_decimals(self: Array, *, decimals: int) -> Array:
     """round.decimals(Tensor self, *, int decimals) -> Tensor"""
@@ -217,7 +242,9 @@ def _round_decimals(x: Array, decimals: int) -> Array:
 
 
 @lowering("aten.nan_to_num")
-def aten_nan_to_num(self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
+def aten_nan_to_num(
+    self: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Array:
     """nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"""
     return self if self.dtype.kind in "iub" else _nan_to_num(self, nan, posinf, neginf)
 
@@ -225,7 +252,10 @@ def aten_nan_to_num(self: Array, nan: float | None = None, posinf: float | None 
 @functools.partial(fused, static_argnums=(1, 2, 3))
 def _nan_to_num(x: Array, nan: float | None, posinf: float | None, neginf: float | None) -> Array:
     if is_complex(x):
-        return lax.complex(_nan_to_num(lax.real(x), nan, posinf, neginf), _nan_to_num(lax.imag(x), nan, posinf, neginf))
+        return lax.complex(
+            _nan_to_num(lax.real(x), nan, posinf, neginf),
+            _nan_to_num(lax.imag(x), nan, posinf, neginf),
+        )
     limits = jnp.finfo(x.dtype)
     high = limits.max if posinf is None else posinf
     low = limits.min if neginf is None else neginf
@@ -246,20 +276,34 @@ def _frexp(x: Array) -> tuple[Array, Array]:
 
 
 def _parts(x: Array) -> tuple[Array, Array]:
-    """Mantissa and exponent from bit patterns, because XLA on CPU treats denormal numbers as zeros."""
+    """Mantissa and exponent from bit patterns, because XLA on CPU treats
+    denormal numbers as zeros.
+    """
     kept, size = jnp.finfo(x.dtype).nmant, x.dtype.itemsize * 8
     bias, kind = jnp.finfo(x.dtype).maxexp - 2, np.dtype(f"int{size}")
     bits = lax.bitcast_convert_type(x, kind)
     fraction = lax.bitwise_and(bits, like((1 << kept) - 1, bits))
-    field = lax.bitwise_and(lax.shift_right_logical(bits, like(kept, bits)), like((1 << (size - 1 - kept)) - 1, bits))
+    field = lax.bitwise_and(
+        lax.shift_right_logical(bits, like(kept, bits)), like((1 << (size - 1 - kept)) - 1, bits)
+    )
     # a denormal number has no leading one, so it is shifted until it has one
-    denormal, shift = lax.eq(field, like(0, bits)), lax.sub(lax.clz(fraction), like(size - 1 - kept, bits))
+    denormal, shift = (
+        lax.eq(field, like(0, bits)),
+        lax.sub(lax.clz(fraction), like(size - 1 - kept, bits)),
+    )
     shifted = lax.bitwise_and(lax.shift_left(fraction, shift), like((1 << kept) - 1, bits))
-    exponent = lax.sub(lax.select_n(denormal, field, lax.sub(like(1, bits), shift)), like(bias, bits))
+    exponent = lax.sub(
+        lax.select_n(denormal, field, lax.sub(like(1, bits), shift)), like(bias, bits)
+    )
     sign = lax.bitwise_and(bits, like(np.iinfo(kind).min, bits))
-    mantissa = lax.bitwise_or(lax.bitwise_or(sign, like(bias << kept, bits)), lax.select_n(denormal, fraction, shifted))
+    mantissa = lax.bitwise_or(
+        lax.bitwise_or(sign, like(bias << kept, bits)), lax.select_n(denormal, fraction, shifted)
+    )
     # zeros, infinities and NaN stay as they are
-    itself = lax.bitwise_or(lax.eq(lax.bitwise_or(field, fraction), like(0, bits)), lax.eq(field, like((1 << (size - 1 - kept)) - 1, bits)))
+    itself = lax.bitwise_or(
+        lax.eq(lax.bitwise_or(field, fraction), like(0, bits)),
+        lax.eq(field, like((1 << (size - 1 - kept)) - 1, bits)),
+    )
     mantissa = lax.bitcast_convert_type(lax.select_n(itself, mantissa, bits), x.dtype)
     return mantissa, lax.convert_element_type(choose(itself, 0, exponent), np.int32)
 
@@ -275,11 +319,15 @@ def _mantissa_jvp(primals: tuple, tangents: tuple) -> tuple:
     half = lax.div(exponent, like(2, exponent))
     two = number(2, mantissa.dtype)  # two steps: 2**-exponent itself may overflow
     for part in (half, lax.sub(exponent, half)):
-        tangents = (lax.mul(tangents[0], lax.pow(two, lax.convert_element_type(lax.neg(part), mantissa.dtype))),)
+        tangents = (
+            lax.mul(
+                tangents[0], lax.pow(two, lax.convert_element_type(lax.neg(part), mantissa.dtype))
+            ),
+        )
     return mantissa, *tangents
 
 
-# -- derivatives as operators: torch's autograd calls these when it runs inside a trace -------------------------------
+# -- derivatives as operators: torch's autograd calls these when it runs inside a trace ------------
 @lowering("aten.sigmoid_backward")
 def aten_sigmoid_backward(grad_output: Array, output: Array) -> Array:
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""

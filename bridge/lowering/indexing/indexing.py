@@ -1,9 +1,12 @@
-"""x[indices] and x[indices] = values with tensors, index_select and its kin, take and put.  Each is one gather or scatter.
+"""x[indices] and x[indices] = values with tensors, index_select and its kin, take and put. Each is
+one gather or scatter.
 
-Indices are checked and raise IndexError as in PyTorch: now if they are known, else when the program has run (see common/provided.py).
-If nothing checks them (inside a loop, or for jax.Arrays), a read out of range gives NaN (the least integer) and a write out of range is
-dropped.  gather and scatter along a dim live in scattering.py, embedding tables in embedding.py.
+Indices are checked and raise IndexError as in PyTorch: now if they are known, else when the program
+has run (see common/provided.py). If nothing checks them (inside a loop, or for jax.Arrays), a read
+out of range gives NaN (the least integer) and a write out of range is dropped. gather and scatter
+along a dim live in scattering.py, embedding tables in embedding.py.
 """
+
 from __future__ import annotations
 
 import math
@@ -40,15 +43,24 @@ OUT_OF_BOUNDS = "index {index} is out of bounds for dimension {dim} with size {s
 
 
 def in_range(
-    index: Array, n: int, error: str, *, dim: int = 0, kind: type[Exception] = IndexError, wrap: bool = False
+    index: Array,
+    n: int,
+    error: str,
+    *,
+    dim: int = 0,
+    kind: type[Exception] = IndexError,
+    wrap: bool = False,
 ) -> tuple[Array, lax.GatherScatterMode]:
-    """Check an index into n places; returns it with its gather mode.  wrap: negative indices count from the end.
+    """Check an index into n places; returns it with its gather mode. wrap: negative indices count
+    from the end.
 
     error is formatted with {index}, the offending one, {dim} and {size}.
     """
     if not index.size:
         return index, SAFE
-    where = Range(-n if wrap else 0, n, error.replace("{dim}", str(dim)).replace("{size}", str(n)), kind)
+    where = Range(
+        -n if wrap else 0, n, error.replace("{dim}", str(dim)).replace("{size}", str(n)), kind
+    )
     values = known(index)
     if values is None:
         index = check(index, where)
@@ -60,25 +72,36 @@ def in_range(
 
 @fused("n")
 def _from_end(index: Array, n: int) -> Array:
-    return lax.select(lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index)
+    return lax.select(
+        lax.lt(index, lax.full_like(index, 0)), lax.add(index, lax.full_like(index, n)), index
+    )
 
 
 class Place:
-    """The elements that an advanced index reads or writes: indices of one shape select along dims, all other dimensions are kept whole."""
+    """The elements that an advanced index reads or writes: indices of one shape select along dims,
+    all other dimensions are kept whole.
+    """
 
     def __init__(
-        self, shape: Sequence[int], dims: Sequence[int], indices: Sequence[Any], modes: Sequence[Any], front: bool = False
+        self,
+        shape: Sequence[int],
+        dims: Sequence[int],
+        indices: Sequence[Any],
+        modes: Sequence[Any],
+        front: bool = False,
     ) -> None:
         self.dims, self.indices = tuple(dims), tuple(indices)
         self.mode = SAFE if all(m is SAFE for m in modes) else CHECKED
-        # the indices' dimensions take the place of the first indexed one, or come first if the indexed ones are not adjacent
+        # the indices' dimensions take the place of the first indexed one, or come first if the
+        # indexed ones are not adjacent
         batch = self.indices[0].shape
         self.at = 0 if front else self.dims[0]
         rest = [n for d, n in enumerate(shape) if d not in self.dims]
         self.result = (*rest[: self.at], *batch, *rest[self.at :])
 
     def read(self, x: Array) -> Array:
-        if not (math.prod(self.result) and x.size):  # x may be empty if there are no lanes; otherwise the check of the index raises
+        # x may be empty if there are no lanes; otherwise the check of the index raises
+        if not (math.prod(self.result) and x.size):
             return lax.full(self.result, 0, x.dtype)
         return _read(x, self.indices, dims=self.dims, at=self.at, mode=self.mode)
 
@@ -90,15 +113,26 @@ class Place:
 
 
 def _start(indices: Sequence[Array], at: int, rank: int) -> tuple[Array, tuple[int, ...]]:
-    """The indices as one array of index vectors, and the dimensions of the result that come from x."""
+    """The indices as one array of index vectors,
+    and the dimensions of the result that come from x.
+    """
     batch = indices[0].shape
     columns = [lax.reshape(i, (*batch, 1)) for i in indices]
     start = columns[0] if len(columns) == 1 else lax.concatenate(columns, len(batch))
-    return start, tuple(d for d in range(rank - len(indices) + len(batch)) if not at <= d < at + len(batch))
+    return start, tuple(
+        d for d in range(rank - len(indices) + len(batch)) if not at <= d < at + len(batch)
+    )
 
 
 @fused("dims", "at", "mode")
-def _read(x: Array, indices: tuple[Array, ...], *, dims: tuple[int, ...], at: int, mode: lax.GatherScatterMode) -> Array:
+def _read(
+    x: Array,
+    indices: tuple[Array, ...],
+    *,
+    dims: tuple[int, ...],
+    at: int,
+    mode: lax.GatherScatterMode,
+) -> Array:
     start, window = _start(indices, at, x.ndim)
     sizes = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
     return lax.gather(x, start, lax.GatherDimensionNumbers(window, dims, dims), sizes, mode=mode)
@@ -106,16 +140,25 @@ def _read(x: Array, indices: tuple[Array, ...], *, dims: tuple[int, ...], at: in
 
 @fused("dims", "at", "mode", "add")
 def _write(
-    x: Array, indices: tuple[Array, ...], values: Array, *, dims: tuple[int, ...], at: int, mode: lax.GatherScatterMode, add: bool
+    x: Array,
+    indices: tuple[Array, ...],
+    values: Array,
+    *,
+    dims: tuple[int, ...],
+    at: int,
+    mode: lax.GatherScatterMode,
+    add: bool,
 ) -> Array:
     start, window = _start(indices, at, x.ndim)
     numbers = lax.ScatterDimensionNumbers(window, dims, dims)
     values = read_first(values, x)
     if add:
         # a sum of bools is their disjunction
-        return (lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)(x, start, values, numbers, mode=mode)
-    # if several writes go to one place, PyTorch does not define which one stays, and its gradient gives each the whole cotangent,
-    # which is JAX's rule for unique indices
+        return (lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)(
+            x, start, values, numbers, mode=mode
+        )
+    # if several writes go to one place, PyTorch does not define which one stays, and its gradient
+    # gives each the whole cotangent, which is JAX's rule for unique indices
     return lax.scatter(x, start, values, numbers, mode=mode, unique_indices=True)
 
 
@@ -148,13 +191,15 @@ def _expand_masks(shape: Sequence[int], indices: Sequence[Any]) -> list[Array]:
 def _check_mask(shape: Sequence[int], mask: Array, at: int) -> None:
     if tuple(shape[at : at + mask.ndim]) != mask.shape:
         raise IndexError(
-            f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of the indexed tensor {list(shape)} "
-            f"at index {at}"
+            f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape of "
+            f"the indexed tensor {list(shape)} at index {at}"
         )
 
 
 def _place(x: Array, indices: Sequence[Any]) -> Place | None:
-    """The place of a list of indices, which has None for dimensions that are kept whole; None if all are."""
+    """The place of a list of indices, which has None for dimensions that are kept whole; None if
+    all are.
+    """
     indices = _expand_masks(x.shape, indices)
     dims = [d for d, i in enumerate(indices) if i is not None]
     if not dims:
@@ -165,8 +210,12 @@ def _place(x: Array, indices: Sequence[Any]) -> Place | None:
         batch = lax.broadcast_shapes(*shapes)
     except ValueError:
         listed = ", ".join(str(list(s)) for s in shapes)
-        raise IndexError(f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}") from None
-    arrays = [aten_expand(promotion.cast(i, np.int64) if len(pairs) > 1 else i, batch) for i, _ in pairs]
+        raise IndexError(
+            f"shape mismatch: indexing tensors could not be broadcast together with shapes {listed}"
+        ) from None
+    arrays = [
+        aten_expand(promotion.cast(i, np.int64) if len(pairs) > 1 else i, batch) for i, _ in pairs
+    ]
     front = dims[-1] - dims[0] + 1 != len(dims)
     return Place(x.shape, dims, arrays, [mode for _, mode in pairs], front)
 
@@ -178,16 +227,25 @@ def aten_index(x: Array, indices: Sequence[Array | None]) -> Array:
     return x if place is None else place.read(x)
 
 
-@lowering("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", apart=("indices", "values"))
-def aten_index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False, unsafe: bool = False) -> Array:
+@lowering(
+    "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", apart=("indices", "values")
+)
+def aten_index_put(
+    x: Array,
+    indices: Sequence[Array | None],
+    values: Array,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> Array:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     masks = [d for d, i in enumerate(indices) if i is not None]
     only_mask = len(masks) == 1 and _is_mask(indices[masks[0]])
     if values.dtype != x.dtype:
         if values.ndim or not only_mask:
             raise RuntimeError(
-                f"Index put requires the source and destination dtypes match, got {dtypes.to_torch(x.dtype)} for the destination "
-                f"and {dtypes.to_torch(values.dtype)} for the source."
+                "Index put requires the source and destination dtypes match, got "
+                f"{dtypes.to_torch(x.dtype)} for the destination and "
+                f"{dtypes.to_torch(values.dtype)} for the source."
             )
         values = promotion.cast(values, x.dtype)
     if only_mask:
@@ -205,12 +263,15 @@ def _fit(values: Array, shape: tuple[int, ...]) -> Array:
         return aten_expand(values, shape)
     except RuntimeError:
         raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape {list(shape)}"
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to "
+            f"indexing result of shape {list(shape)}"
         ) from None
 
 
 def _put_masked(x: Array, at: int, mask: Array, values: Array, accumulate: bool) -> Array | None:
-    """x[:, mask] = values without a shape that depends on the mask; None if values must be counted and the mask is known."""
+    """x[:, mask] = values without a shape that depends on the mask; None if values must be counted
+    and the mask is known.
+    """
     _check_mask(x.shape, mask, at)
     last = at + mask.ndim
     tail = x.ndim - last
@@ -225,7 +286,12 @@ def _put_masked(x: Array, at: int, mask: Array, values: Array, accumulate: bool)
         # a single value, or row of values, is broadcast along the mask's dimensions
         lead = values.shape[: max(values.ndim - tail - 1, 0)]
         ones = (1,) * mask.ndim if values.ndim > tail else ()
-        values = _fit(lax.reshape(values, (*lead, *ones, *values.shape[values.ndim - min(tail, values.ndim) :])), x.shape)
+        values = _fit(
+            lax.reshape(
+                values, (*lead, *ones, *values.shape[values.ndim - min(tail, values.ndim) :])
+            ),
+            x.shape,
+        )
     return _choose(x, mask, values, at, count, accumulate)
 
 
@@ -234,11 +300,15 @@ def _choose(x: Array, mask: Array, values: Array, at: int, count: int, accumulat
     mask = mask if mask.dtype == np.bool_ else lax.ne(mask, lax.full_like(mask, 0))
     if count != 1:
         # the k-th true element of the mask takes the k-th value; too few values read as NaN
-        values = lax.reshape(Place(values.shape, (at,), (mask_rank(mask),), (CHECKED,)).read(values), x.shape)
+        values = lax.reshape(
+            Place(values.shape, (at,), (mask_rank(mask),), (CHECKED,)).read(values), x.shape
+        )
     chosen = lax.broadcast_in_dim(mask, x.shape, tuple(range(at, at + mask.ndim)))
     if not accumulate:
         return lax.select(chosen, values, x)
-    return lax.select(chosen, lax.bitwise_or(x, values) if x.dtype == np.bool_ else lax.add(x, values), x)
+    return lax.select(
+        chosen, lax.bitwise_or(x, values) if x.dtype == np.bool_ else lax.add(x, values), x
+    )
 
 
 def mask_rank(mask: Array) -> Array:
@@ -268,8 +338,12 @@ def aten_index_select(x: Array, dim: int, index: Array) -> Array:
 def _check_source(name: str, x: Array, dim: int, index: Array, source: Array) -> None:
     want = (*x.shape[:dim], index.size, *x.shape[dim + 1 :])
     if source.dtype != x.dtype:
-        raise RuntimeError(f"{name}: self ({x.dtype}) and source ({source.dtype}) expected to have the same dtype")
-    if (source.ndim and x.ndim and source.shape != want) or (name == "index_add" and source.ndim != x.ndim):
+        raise RuntimeError(
+            f"{name}: self ({x.dtype}) and source ({source.dtype}) expected to have the same dtype"
+        )
+    if (source.ndim and x.ndim and source.shape != want) or (
+        name == "index_add" and source.ndim != x.ndim
+    ):
         raise RuntimeError(f"{name}: source: expected shape {list(want)}, got {list(source.shape)}")
 
 
@@ -299,7 +373,10 @@ def aten_index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
 def aten_index_fill(x: Array, dim: int, index: Array, value: Any) -> Array:
     """index_fill.int_Tensor(Tensor self, int dim, Tensor index, Tensor value) -> Tensor"""
     if promotion.is_array(value) and value.ndim:
-        raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
+        raise RuntimeError(
+            "index_fill_ only supports a 0-dimensional value tensor, but got tensor with "
+            f"{value.ndim} dimension(s)."
+        )
     dim = promotion.wrap_dim(dim, x.ndim)
     base = _as_vector(x)
     index, mode = in_range(_flat_index(index), base.shape[dim], OUT_OF_BOUNDS, dim=dim, wrap=True)
@@ -313,7 +390,9 @@ def _fill_at(x: Array, index: Array, value: Array, dim: int, mode: lax.GatherSca
     hit = lax.full((x.shape[dim],), False, np.bool_)
     place = Place(hit.shape, (0,), (index,), (mode,))
     hit = place.write(hit, lax.full(place.result, True, np.bool_))
-    return lax.select(lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.broadcast_in_dim(value, x.shape, ()), x)
+    return lax.select(
+        lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.broadcast_in_dim(value, x.shape, ()), x
+    )
 
 
 _TRIED = "out of range: tried to access index {index} on a tensor of {size} elements."
@@ -335,8 +414,14 @@ def aten_take(x: Array, index: Array) -> Array:
 def aten_put(x: Array, index: Array, source: Array, accumulate: bool = False) -> Array:
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
     if source.size != index.size:
-        raise IndexError(f"put_(): Expected source and index to have the same number of elements, but got {source.size} and {index.size}")
+        raise IndexError(
+            "put_(): Expected source and index to have the same number of elements, but got "
+            f"{source.size} and {index.size}"
+        )
     if source.dtype != x.dtype:
-        raise RuntimeError(f"put_(): self and source expected to have the same dtype, but got {x.dtype} and {source.dtype}")
+        raise RuntimeError(
+            f"put_(): self and source expected to have the same dtype, but got {x.dtype} and "
+            f"{source.dtype}"
+        )
     flat, place = _flat_place(x, index)
     return lax.reshape(place.write(flat, lax.reshape(source, index.shape), add=accumulate), x.shape)

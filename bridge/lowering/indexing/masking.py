@@ -1,4 +1,7 @@
-"""Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes depend on values."""
+"""Selection by condition: where, masked_fill, masked_scatter; and nonzero and its kin, whose shapes
+depend on values.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,7 +30,9 @@ def _common(*arrays) -> tuple[Array, ...]:
     try:
         shape = lax.broadcast_shapes(*(a.shape for a in arrays))
     except ValueError:
-        raise RuntimeError(f"operands: the sizes {[list(a.shape) for a in arrays]} do not broadcast to one size") from None
+        raise RuntimeError(
+            f"operands: the sizes {[list(a.shape) for a in arrays]} do not broadcast to one size"
+        ) from None
     return tuple(aten_expand(a, shape) for a in arrays)
 
 
@@ -37,7 +42,10 @@ def aten_where(condition: Array, x: Any, other: Any) -> Array:
     if condition.dtype == np.uint8:
         condition = lax.ne(condition, lax.full_like(condition, 0))
     if condition.dtype != np.bool_:
-        raise RuntimeError(f"where expected condition to be a boolean tensor, but got {dtypes.to_torch(condition.dtype)}")
+        raise RuntimeError(
+            "where expected condition to be a boolean tensor, but got "
+            f"{dtypes.to_torch(condition.dtype)}"
+        )
     if not promotion.is_array(x) or not promotion.is_array(other) or x.dtype != other.dtype:
         x, other = promotion.promote(x, other)
     return _where(condition, x, other)
@@ -52,12 +60,21 @@ def _where(condition: Array, x: Array, other: Array) -> Array:
 def aten_masked_fill(x: Array, mask: Array, value: Any) -> Array:
     """masked_fill.Scalar(Tensor self, Tensor mask, Scalar value) -> Tensor"""
     if mask.dtype != np.bool_:
-        raise RuntimeError(f"masked_fill only supports boolean masks, but got mask with dtype {dtypes.to_torch(mask.dtype)}")
+        raise RuntimeError(
+            "masked_fill only supports boolean masks, but got mask with dtype "
+            f"{dtypes.to_torch(mask.dtype)}"
+        )
     if promotion.is_array(value):
         if value.ndim:
-            raise RuntimeError(f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.ndim} dimension(s).")
+            raise RuntimeError(
+                "masked_fill_ only supports a 0-dimensional value tensor, but got tensor with "
+                f"{value.ndim} dimension(s)."
+            )
         if promotion.is_complex(value) and not promotion.is_complex(x):
-            raise RuntimeError(f"value cannot be converted to type {dtypes.to_torch(x.dtype)} without overflow: it is complex")
+            raise RuntimeError(
+                f"value cannot be converted to type {dtypes.to_torch(x.dtype)} "
+                "without overflow: it is complex"
+            )
         value = promotion.cast(value, x.dtype)
     else:
         value = number(value, x.dtype)
@@ -74,9 +91,14 @@ def _masked_fill(x: Array, mask: Array, value: Array) -> Array:
 def aten_masked_scatter(x: Array, mask: Array, source: Array) -> Array:
     """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
     if mask.dtype != np.bool_:
-        raise RuntimeError(f"masked_scatter: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}")
+        raise RuntimeError(
+            f"masked_scatter: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}"
+        )
     if x.dtype != source.dtype:
-        raise RuntimeError(f"masked_scatter: expected self and source to have same dtypes but got {x.dtype} and {source.dtype}")
+        raise RuntimeError(
+            f"masked_scatter: expected self and source to have same dtypes but got {x.dtype} and "
+            f"{source.dtype}"
+        )
     mask, x = _common(mask, x)
     values = known(mask)
     if values is not None and np.count_nonzero(values) > source.size:
@@ -88,7 +110,9 @@ def aten_masked_scatter(x: Array, mask: Array, source: Array) -> Array:
 
 @fused()
 def _masked_scatter(x: Array, mask: Array, source: Array) -> Array:
-    taken = Place((source.size,), (0,), (mask_rank(mask),), (CHECKED,)).read(lax.reshape(source, (source.size,)))
+    taken = Place((source.size,), (0,), (mask_rank(mask),), (CHECKED,)).read(
+        lax.reshape(source, (source.size,))
+    )
     return lax.select(mask, lax.reshape(taken, x.shape), x)
 
 
@@ -97,14 +121,18 @@ def aten_masked_scatter_backward(grad_output: Array, mask: Array, sizes: Sequenc
     """masked_scatter_backward(Tensor grad_output, Tensor mask, SymInt[] sizes) -> Tensor"""
     source = lax.full(tuple(sizes), 0, grad_output.dtype)
     grad_output, mask = _common(grad_output, mask)
-    return varying.vjp(lambda s: aten_masked_scatter(lax.full_like(grad_output, 0), mask, s), source)[1](grad_output)[0]
+    return varying.vjp(
+        lambda s: aten_masked_scatter(lax.full_like(grad_output, 0), mask, s), source
+    )[1](grad_output)[0]
 
 
 @lowering("aten.masked_select")
 def aten_masked_select(x: Array, mask: Array) -> Array:
     """masked_select(Tensor self, Tensor mask) -> Tensor"""
     if mask.dtype != np.bool_:
-        raise RuntimeError(f"masked_select: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}")
+        raise RuntimeError(
+            f"masked_select: expected BoolTensor for mask, got {dtypes.to_torch(mask.dtype)}"
+        )
     mask, x = _common(mask, x)
     where = constant(np.flatnonzero(promotion.concrete(mask)))
     return Place((x.size,), (0,), (where,), (CHECKED,)).read(lax.reshape(x, (x.size,)))
@@ -133,11 +161,15 @@ def aten_nonzero_numpy(x: Array) -> list[Array]:
 def aten_nonzero_static(x: Array, *, size: int, fill_value: int = -1) -> Array:
     """nonzero_static(Tensor self, *, SymInt size, int fill_value=-1) -> Tensor"""
     if size < 0:
-        raise RuntimeError(f"nonzero_static: 'size' must be an non-negative integer, but got {size}")
+        raise RuntimeError(
+            f"nonzero_static: 'size' must be an non-negative integer, but got {size}"
+        )
     if not x.ndim or not x.size:
         return lax.full((size, x.ndim), fill_value, np.int64)
     columns = jnp.nonzero(x, size=size, fill_value=fill_value)
-    return lax.concatenate([lax.convert_element_type(lax.reshape(c, (size, 1)), np.int64) for c in columns], 1)
+    return lax.concatenate(
+        [lax.convert_element_type(lax.reshape(c, (size, 1)), np.int64) for c in columns], 1
+    )
 
 
 @lowering("aten.repeat_interleave.Tensor")
@@ -152,12 +184,20 @@ def aten_repeat_interleave(repeats: Array, *, output_size: int | None = None) ->
         if output_size is None:
             return _repeated(repeats)
         refuse(repeats < 0, "repeats can not be negative")
-        refuse(jnp.sum(repeats) != output_size, f"allocated size does not match required size: output_size: got {output_size}")
-        return jnp.repeat(lax.iota(repeats.dtype, repeats.size), repeats, total_repeat_length=output_size)
+        refuse(
+            jnp.sum(repeats) != output_size,
+            f"allocated size does not match required size: output_size: got {output_size}",
+        )
+        return jnp.repeat(
+            lax.iota(repeats.dtype, repeats.size), repeats, total_repeat_length=output_size
+        )
     if values.size and values.min() < 0:
         raise RuntimeError("repeats can not be negative")
     if output_size is not None and output_size != values.sum():
-        raise RuntimeError(f"allocated size does not match required size: output_size: expected {values.sum()}, got {output_size}")
+        raise RuntimeError(
+            f"allocated size does not match required size: output_size: expected {values.sum()}, "
+            f"got {output_size}"
+        )
     return constant(np.repeat(np.arange(values.size, dtype=repeats.dtype), values))
 
 

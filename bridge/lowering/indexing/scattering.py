@@ -1,4 +1,7 @@
-"""gather and scatter along a dimension in all their reductions, with PyTorch's gradients, and writes into views (*_scatter)."""
+"""gather and scatter along a dimension in all their reductions, with PyTorch's gradients, and
+writes into views (*_scatter).
+"""
+
 from __future__ import annotations
 
 import functools
@@ -32,18 +35,26 @@ def _vector(x: Array) -> Array:
     return x if x.ndim else lax.reshape(x, (1,))
 
 
-def _check_index(name: str, shape: Sequence[int], dim: int, index: Array, src_shape: Sequence[int] | None = None) -> None:
+def _check_index(
+    name: str, shape: Sequence[int], dim: int, index: Array, src_shape: Sequence[int] | None = None
+) -> None:
     if index.dtype not in (np.int64, np.int32):
         raise RuntimeError(f"{name}(): Expected dtype int32/int64 for index")
     if max(index.ndim, 1) != max(len(shape), 1):
         raise RuntimeError("Index tensor must have the same number of dimensions as input tensor")
     if any(i > n for d, (i, n) in enumerate(zip(index.shape, shape, strict=False)) if d != dim):
-        raise RuntimeError(f"Size does not match at dimension: expected index {list(index.shape)} to be no larger than self {list(shape)} "
-                           f"apart from dimension {dim}")
+        raise RuntimeError(
+            f"Size does not match at dimension: expected index {list(index.shape)} to be no larger "
+            f"than self {list(shape)} apart from dimension {dim}"
+        )
     if src_shape is None:
         return
-    if max(len(src_shape), 1) != max(index.ndim, 1) or any(i > n for i, n in zip(index.shape, src_shape, strict=False)):
-        raise RuntimeError(f"Expected index {list(index.shape)} to be no larger size than src {list(src_shape)}")
+    if max(len(src_shape), 1) != max(index.ndim, 1) or any(
+        i > n for i, n in zip(index.shape, src_shape, strict=False)
+    ):
+        raise RuntimeError(
+            f"Expected index {list(index.shape)} to be no larger size than src {list(src_shape)}"
+        )
 
 
 def _corner(x: Array, shape: Sequence[int], but: int = -1) -> Array:
@@ -57,7 +68,11 @@ def _read(x: Array, dim: int, index: Array, mode: lax.GatherScatterMode) -> Arra
     """The elements of x at index along dim, and at their own places along the other dimensions."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(), collapsed_slice_dims=(dim,), start_index_map=(dim,), operand_batching_dims=rest, start_indices_batching_dims=rest
+        offset_dims=(),
+        collapsed_slice_dims=(dim,),
+        start_index_map=(dim,),
+        operand_batching_dims=rest,
+        start_indices_batching_dims=rest,
     )
     start = lax.reshape(index, (*index.shape, 1))
     return lax.gather(_corner(x, index.shape, dim), start, numbers, (1,) * x.ndim, mode=mode)
@@ -65,19 +80,30 @@ def _read(x: Array, dim: int, index: Array, mode: lax.GatherScatterMode) -> Arra
 
 @fused("dim", "mode", "scatter", "unique")
 def _write(
-    x: Array, dim: int, index: Array, values: Array, mode: lax.GatherScatterMode, scatter: Callable[..., Any] = lax.scatter,
+    x: Array,
+    dim: int,
+    index: Array,
+    values: Array,
+    mode: lax.GatherScatterMode,
+    scatter: Callable[..., Any] = lax.scatter,
     unique: bool = False,
-) -> Array:  # fmt: skip
+) -> Array:
     """x with values written (or added, …) at index along dim."""
     rest = tuple(d for d in range(x.ndim) if d != dim)
     start = lax.reshape(index, (*index.shape, 1))
     if all(x.shape[d] == index.shape[d] for d in rest):
         numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=(), inserted_window_dims=(dim,), scatter_dims_to_operand_dims=(dim,),
-            operand_batching_dims=rest, scatter_indices_batching_dims=rest,
-        )  # fmt: skip
+            update_window_dims=(),
+            inserted_window_dims=(dim,),
+            scatter_dims_to_operand_dims=(dim,),
+            operand_batching_dims=rest,
+            scatter_indices_batching_dims=rest,
+        )
     else:
-        columns = [start if d == dim else lax.broadcasted_iota(index.dtype, start.shape, d) for d in range(x.ndim)]
+        columns = [
+            start if d == dim else lax.broadcasted_iota(index.dtype, start.shape, d)
+            for d in range(x.ndim)
+        ]
         start = lax.concatenate(columns, x.ndim)
         every = tuple(range(x.ndim))
         numbers = lax.ScatterDimensionNumbers((), every, every)
@@ -93,12 +119,17 @@ def aten_gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) 
     _check_index("gather", x.shape, dim, index)
     base, where = _vector(x), _vector(index)
     where, mode = in_range(where, base.shape[dim], OUT_OF_BOUNDS, dim=dim, kind=RuntimeError)
-    out = _read(base, dim, where, mode) if x.size else lax.full(where.shape, 0, x.dtype)  # x is empty if there are no lanes
+    # x is empty if there are no lanes
+    out = _read(base, dim, where, mode) if x.size else lax.full(where.shape, 0, x.dtype)
     return out if index.ndim else lax.reshape(out, ())
 
 
-def _scatter(name: str, x: Array, dim: int, index: Array, src: Any, operation: Callable[..., Any]) -> Array:
-    """operation(x, dim, index, src, mode) on checked operands of at least one dimension, src cut to the index's shape."""
+def _scatter(
+    name: str, x: Array, dim: int, index: Array, src: Any, operation: Callable[..., Any]
+) -> Array:
+    """operation(x, dim, index, src, mode) on checked operands of at least one dimension, src cut to
+    the index's shape.
+    """
     dim = promotion.wrap_dim(dim, x.ndim)
     if not index.size:
         return x
@@ -118,13 +149,16 @@ def _scatter(name: str, x: Array, dim: int, index: Array, src: Any, operation: C
 
 
 def _put(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode) -> Array:
-    # if several writes go to one place, any may stay and each gets the whole cotangent, which is JAX's rule for unique indices
+    # if several writes go to one place, any may stay and each gets the whole cotangent, which is
+    # JAX's rule for unique indices
     return _write(x, dim, index, src, mode, unique=True)
 
 
 def _add(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode) -> Array:
     # a sum of bools is their disjunction
-    return _write(x, dim, index, src, mode, lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max)
+    return _write(
+        x, dim, index, src, mode, lax.scatter_add if x.dtype != np.bool_ else lax.scatter_max
+    )
 
 
 @lowering("aten.scatter.src", "aten.scatter.value", apart=("index", "src"))
@@ -145,35 +179,75 @@ def aten_scatter_by(x: Array, dim: int, index: Array, src: Any, *, reduce: str) 
     names = {"add": "sum", "multiply": "prod"}
     if reduce not in names:
         raise RuntimeError(f"reduce argument must be either add or multiply, got {reduce}")
-    return _scatter("scatter", x, dim, index, src, functools.partial(_reduce, how=names[reduce], include_self=True))
+    return _scatter(
+        "scatter",
+        x,
+        dim,
+        index,
+        src,
+        functools.partial(_reduce, how=names[reduce], include_self=True),
+    )
 
 
 @lowering("aten.scatter_reduce.two", apart=("index", "src"))
-def aten_scatter_reduce(x: Array, dim: int, index: Array, src: Array, reduce: str, *, include_self: bool = True) -> Array:
-    """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool include_self=True) -> Tensor"""
+def aten_scatter_reduce(
+    x: Array, dim: int, index: Array, src: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    """scatter_reduce.two(Tensor self, int dim, Tensor index, Tensor src, str reduce, *, bool
+    include_self=True) -> Tensor
+    """
     if reduce not in ("sum", "prod", "mean", "amax", "amin"):
-        raise RuntimeError(f"reduce argument must be either sum, prod, mean, amax or amin, got {reduce}")
-    return _scatter("scatter_reduce", x, dim, index, src, functools.partial(_reduce, how=reduce, include_self=include_self))
+        raise RuntimeError(
+            f"reduce argument must be either sum, prod, mean, amax or amin, got {reduce}"
+        )
+    return _scatter(
+        "scatter_reduce",
+        x,
+        dim,
+        index,
+        src,
+        functools.partial(_reduce, how=reduce, include_self=include_self),
+    )
 
 
 @lowering("aten.index_reduce", apart=("index", "source"))
-def aten_index_reduce(x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True) -> Array:
-    """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool include_self=True) -> Tensor"""
+def aten_index_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
+    """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool
+    include_self=True) -> Tensor
+    """
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise RuntimeError(f"reduce argument must be either prod, mean, amax or amin, got {reduce}")
     dim = promotion.wrap_dim(dim, x.ndim)
     if source.ndim != x.ndim:
-        raise RuntimeError(f"index_reduce(): source: expected {x.ndim} dimensions, as self has, got {source.ndim}")
+        raise RuntimeError(
+            f"index_reduce(): source: expected {x.ndim} dimensions, as self has, got {source.ndim}"
+        )
     if index.ndim > 1 or index.size != (source.shape[dim] if source.ndim else 1):
-        raise RuntimeError(f"index_reduce(): index: expected a vector of {source.shape[dim] if source.ndim else 1} elements")
+        raise RuntimeError(
+            "index_reduce(): index: expected a vector of "
+            f"{source.shape[dim] if source.ndim else 1} elements"
+        )
     index, _ = in_range(index, x.shape[dim] if x.ndim else 1, OUT_OF_RANGE)
     row = [1] * max(source.ndim, 1)
     row[dim] = index.size
     wide = aten_expand(lax.reshape(index, row), _vector(source).shape)
-    return aten_scatter_reduce(x, dim, lax.reshape(wide, source.shape), source, reduce, include_self=include_self)
+    return aten_scatter_reduce(
+        x, dim, lax.reshape(wide, source.shape), source, reduce, include_self=include_self
+    )
 
 
-def _reduce(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode, *, how: str, include_self: bool) -> Array:
+def _reduce(
+    x: Array,
+    dim: int,
+    index: Array,
+    src: Array,
+    mode: lax.GatherScatterMode,
+    *,
+    how: str,
+    include_self: bool,
+) -> Array:
     if not include_self:
         neutral = {"sum": 0, "mean": 0, "prod": 1}.get(how)
         if neutral is None:
@@ -199,14 +273,21 @@ def _highest(dtype: np.dtype) -> Any:
 
 
 @fused("dim", "mode", "include_self")
-def _mean(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode, include_self: bool) -> Array:
+def _mean(
+    x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterMode, include_self: bool
+) -> Array:
     if x.dtype == np.bool_:
-        raise NotImplementedError('"reduce_mean" not implemented for \'Bool\'')
+        raise NotImplementedError("\"reduce_mean\" not implemented for 'Bool'")
     dtype = promotion.opmath(x.dtype)
     total = _add(promotion.cast(x, dtype), dim, index, promotion.cast(src, dtype), mode)
-    count = _add(lax.full_like(total, int(include_self)), dim, index, lax.full_like(src, 1, dtype), mode)
+    count = _add(
+        lax.full_like(total, int(include_self)), dim, index, lax.full_like(src, 1, dtype), mode
+    )
     if not include_self:
-        count = lax.max(lax.real(count) if promotion.is_complex(count) else count, lax.full(count.shape, 1, promotion.real_dtype(dtype)))
+        count = lax.max(
+            lax.real(count) if promotion.is_complex(count) else count,
+            lax.full(count.shape, 1, promotion.real_dtype(dtype)),
+        )
     if promotion.is_integral(dtype):
         # rounded down, as PyTorch does
         return lax.sub(lax.div(total, count), promotion.cast((lax.rem(total, count) < 0), dtype))
@@ -214,40 +295,61 @@ def _mean(x: Array, dim: int, index: Array, src: Array, mode: lax.GatherScatterM
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _prod(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
-    """x times all elements of src that go to its place; the derivative is exact if factors are zero."""
+def _prod(
+    x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str
+) -> Array:
+    """x times all elements of src that go to its place; the derivative is exact if factors are
+    zero.
+    """
     scatter = lax.scatter_mul if x.dtype != np.bool_ else lax.scatter_min
     return _write(x, dim, index, src, mode, scatter)
 
 
 @_prod.defjvp
 def _prod_jvp(
-    dim: int, mode: lax.GatherScatterMode, how: str, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+    dim: int,
+    mode: lax.GatherScatterMode,
+    how: str,
+    primals: tuple[Array, ...],
+    tangents: tuple[Array, ...],
 ) -> tuple[Array, Array]:
     x, index, src = primals
     dx, _, dsrc = tangents
     out = _prod(x, index, src, dim, mode, how)
     one, zero = lax.full_like(x, 1), lax.full_like(src, 0)
     without_x = _prod(one, index, src, dim, mode, how)
-    # the product of the other factors: if one factor is zero, it is the product without that one; if more are, it is zero
+    # the product of the other factors: if one factor is zero, it is the product without that one;
+    # if more are, it is zero
     is_zero = lax.eq(src, zero)
     zeros = _add(lax.full_like(x, 0, np.int32), dim, index, promotion.cast(is_zero, np.int32), mode)
     single = lax.bitwise_and(is_zero, lax.eq(_read(zeros, dim, index, mode), np.int32(1)))
     filled = lax.select(is_zero, lax.full_like(src, 1), src)
     rest = _prod(x, index, lax.select(single, lax.full_like(src, 1), src), dim, mode, how)
-    others = lax.select(single, _read(rest, dim, index, mode), lax.div(_read(out, dim, index, mode), filled))
-    return out, lax.add(lax.mul(without_x, dx), _add(lax.full_like(x, 0), dim, index, lax.mul(others, dsrc), mode))
+    others = lax.select(
+        single, _read(rest, dim, index, mode), lax.div(_read(out, dim, index, mode), filled)
+    )
+    return out, lax.add(
+        lax.mul(without_x, dx), _add(lax.full_like(x, 0), dim, index, lax.mul(others, dsrc), mode)
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _extremum(x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str) -> Array:
-    """The largest (smallest) of x and all elements of src that go to its place; ties share the derivative."""
+def _extremum(
+    x: Array, index: Array, src: Array, dim: int, mode: lax.GatherScatterMode, how: str
+) -> Array:
+    """The largest (smallest) of x and all elements of src that go to its place; ties share the
+    derivative.
+    """
     return _write(x, dim, index, src, mode, lax.scatter_max if how == "amax" else lax.scatter_min)
 
 
 @_extremum.defjvp
 def _extremum_jvp(
-    dim: int, mode: lax.GatherScatterMode, how: str, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+    dim: int,
+    mode: lax.GatherScatterMode,
+    how: str,
+    primals: tuple[Array, ...],
+    tangents: tuple[Array, ...],
 ) -> tuple[Array, Array]:
     x, index, src = primals
     dx, _, dsrc = tangents
@@ -260,8 +362,17 @@ def _extremum_jvp(
 
 
 @lowering("aten.slice_scatter")
-def aten_slice_scatter(x: Array, src: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
-    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
+def aten_slice_scatter(
+    x: Array,
+    src: Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Array:
+    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None,
+    SymInt step=1) -> Tensor
+    """
     dim = promotion.wrap_dim(dim, x.ndim)
     n = x.shape[dim]
     start, end = slice_bounds(n, start, end, step)
@@ -281,7 +392,9 @@ def _overwrite(x: Array, src: Array, dim: int, start: int, step: int) -> Array:
     hit[start : start + (count - 1) * step + 1 : step] = True
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (start, n - start - (count - 1) * step - 1, step - 1)
-    return lax.select(lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.pad(src, np.zeros((), x.dtype), config), x)
+    return lax.select(
+        lax.broadcast_in_dim(hit, x.shape, (dim,)), lax.pad(src, np.zeros((), x.dtype), config), x
+    )
 
 
 @lowering("aten.select_scatter")
@@ -289,11 +402,19 @@ def aten_select_scatter(x: Array, src: Array, dim: int, index: int) -> Array:
     """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
     dim = promotion.wrap_dim(dim, x.ndim)
     index = select_index(x.shape, dim, index)
-    return aten_slice_scatter(x, aten_unsqueeze(aten_expand(src, (*x.shape[:dim], *x.shape[dim + 1 :])), dim), dim, index, index + 1)
+    return aten_slice_scatter(
+        x,
+        aten_unsqueeze(aten_expand(src, (*x.shape[:dim], *x.shape[dim + 1 :])), dim),
+        dim,
+        index,
+        index + 1,
+    )
 
 
 @lowering("aten.diagonal_scatter")
-def aten_diagonal_scatter(x: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Array:
+def aten_diagonal_scatter(
+    x: Array, src: Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Array:
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     dim1, dim2 = promotion.wrap_dim(dim1, x.ndim), promotion.wrap_dim(dim2, x.ndim)
     m, n = x.shape[dim1], x.shape[dim2]
@@ -307,25 +428,39 @@ def aten_diagonal_scatter(x: Array, src: Array, offset: int = 0, dim1: int = 0, 
 def _overwrite_diagonal(x: Array, src: Array, offset: int, dim1: int, dim2: int) -> Array:
     m, n = x.shape[dim1], x.shape[dim2]
     order = [*(d for d in range(x.ndim) if d not in (dim1, dim2)), dim1, dim2]
-    hit = lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_), x.shape, (dim1, dim2)) if dim1 < dim2 else (
-        lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_).T, x.shape, (dim2, dim1))
+    hit = (
+        lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_), x.shape, (dim1, dim2))
+        if dim1 < dim2
+        else (lax.broadcast_in_dim(np.eye(m, n, offset, np.bool_).T, x.shape, (dim2, dim1)))
     )
     placed = aten_permute(place_diagonal(src, m, n, offset), [int(i) for i in np.argsort(order)])
     return lax.select(hit, placed, x)
 
 
 @lowering("aten.as_strided_scatter")
-def aten_as_strided_scatter(x: Array, src: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
-    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""
+def aten_as_strided_scatter(
+    x: Array,
+    src: Array,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Array:
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt?
+    storage_offset=None) -> Tensor
+    """
     index = strided_index(x.size, size, stride, storage_offset)
     src = aten_expand(promotion.cast(src, x.dtype), index.shape)
-    out = _overwrite_places(lax.reshape(x, (x.size,)), lax.reshape(src, (src.size,)), index.reshape(-1))
+    out = _overwrite_places(
+        lax.reshape(x, (x.size,)), lax.reshape(src, (src.size,)), index.reshape(-1)
+    )
     return lax.reshape(out, x.shape)
 
 
 @jax.custom_jvp
 def _overwrite_places(flat: Array, src: Array, index: Array) -> Array:
-    """flat with src written at index.  In reverse mode only, as in PyTorch, flat's gradient is that of the overwritten elements."""
+    """flat with src written at index. In reverse mode only, as in PyTorch, flat's gradient is that
+    of the overwritten elements.
+    """
     return _put(flat, 0, index, src, SAFE)
 
 
@@ -334,25 +469,37 @@ def _at(x: Array, hit: Array) -> Array:
 
 
 @_overwrite_places.defjvp
-def _overwrite_places_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _overwrite_places_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     (flat, src, index), (dflat, dsrc, _) = primals, tangents
     hit = jnp.zeros(flat.shape, np.bool_).at[index].set(True)
     # forward, the rest of dflat is kept; in reverse, the cotangent of what was overwritten
     kept = with_cotangent(dflat, _at, hit) - with_cotangent(_at(dflat, hit), jnp.zeros_like)
-    return _overwrite_places(flat, src, index), kept + _put(jnp.zeros_like(flat), 0, index, dsrc, SAFE)
+    return _overwrite_places(flat, src, index), kept + _put(
+        jnp.zeros_like(flat), 0, index, dsrc, SAFE
+    )
 
 
 @lowering("aten.select_backward")
-def aten_select_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, index: int) -> Array:
+def aten_select_backward(
+    grad_output: Array, input_sizes: Sequence[int], dim: int, index: int
+) -> Array:
     """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
     dim = promotion.wrap_dim(dim, len(input_sizes))
     index = select_index(input_sizes, dim, index)
-    return aten_slice_backward(aten_unsqueeze(grad_output, dim), input_sizes, dim, index, index + 1, 1)
+    return aten_slice_backward(
+        aten_unsqueeze(grad_output, dim), input_sizes, dim, index, index + 1, 1
+    )
 
 
 @lowering("aten.slice_backward")
-def aten_slice_backward(grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
-    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
+def aten_slice_backward(
+    grad_output: Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int
+) -> Array:
+    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end,
+    SymInt step) -> Tensor
+    """
     dim = promotion.wrap_dim(dim, len(input_sizes))
     n, count = input_sizes[dim], grad_output.shape[dim]
     if not grad_output.size:
@@ -367,6 +514,12 @@ _pad = fused("padding_config")(lax.pad)
 
 
 @lowering("aten.diagonal_backward")
-def aten_diagonal_backward(grad_output: Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Array:
-    """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int dim2) -> Tensor"""
-    return aten_diagonal_scatter(lax.full(tuple(input_sizes), 0, grad_output.dtype), grad_output, offset, dim1, dim2)
+def aten_diagonal_backward(
+    grad_output: Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Array:
+    """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int
+    dim2) -> Tensor
+    """
+    return aten_diagonal_scatter(
+        lax.full(tuple(input_sizes), 0, grad_output.dtype), grad_output, offset, dim1, dim2
+    )

@@ -1,8 +1,9 @@
 """The Cholesky factorization, and solves and inverses with its factors.
 
-Each factorization in this folder is one jitted function, so that it costs one dispatch outside jit, around a custom_jvp with PyTorch's
-derivative.
+Each factorization in this folder is one jitted function, so that it costs one dispatch outside jit,
+around a custom_jvp with PyTorch's derivative.
 """
+
 from __future__ import annotations
 
 import functools
@@ -13,22 +14,34 @@ from jax import Array, lax
 
 from bridge.lowering.common import varying
 from bridge.lowering.common.cotangents import with_cotangent
-from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, hermitian_part, matmul, mH, report
+from bridge.lowering.linalg.matrices import (
+    broadcast_batch,
+    check_matrix,
+    diagonal,
+    hermitian_part,
+    matmul,
+    mH,
+    report,
+)
 from bridge.lowering.registry import lowering
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _cholesky(upper: bool, of_gradient: bool, A: Array) -> Array:
-    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other triangle is not read.
+    """The lower factor of the Hermitian matrix whose lower (or upper) triangle is A's; the other
+    triangle is not read.
 
-    PyTorch's forward mode reads one triangle of the tangent, and its gradient is Hermitian: neither is the other's transpose.
-    of_gradient: forward mode is the transpose of the gradient, for the operator that has only a gradient.
+    PyTorch's forward mode reads one triangle of the tangent, and its gradient is Hermitian: neither
+    is the other's transpose. of_gradient: forward mode is the transpose of the gradient, for the
+    operator that has only a gradient.
     """
     return lax.linalg.cholesky(mH(A) if upper else A, symmetrize_input=False)
 
 
 def _mirrored(x: Array) -> Array:
-    """The Hermitian part of a lower triangle; the imaginary part of the diagonal stays, as in PyTorch."""
+    """The Hermitian part of a lower triangle; the imaginary part of the diagonal stays, as in
+    PyTorch.
+    """
     below = jnp.tril(x, -1)
     return (below + mH(below)) / 2 + jnp.eye(x.shape[-1], dtype=x.dtype) * x
 
@@ -39,7 +52,9 @@ def _mirrored_transpose(x: Array) -> Array:
 
 
 @_cholesky.defjvp
-def _cholesky_jvp(upper: bool, of_gradient: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _cholesky_jvp(
+    upper: bool, of_gradient: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     # L^-1 dA L^-H = X + X^H with X = L^-1 dL lower triangular (https://arxiv.org/abs/1602.07527)
     (A,), (dA,) = primals, tangents
     L = _cholesky(upper, of_gradient, A)
@@ -50,20 +65,24 @@ def _cholesky_jvp(upper: bool, of_gradient: bool, primals: tuple[Array, ...], ta
 
 
 def _failed_minor(A: Array, L: Array) -> Array:
-    """LAPACK's info: 0, or the order of the first leading minor of A that is not positive definite, by bisection.
+    """LAPACK's info: 0, or the order of the first leading minor of A that is not positive definite,
+    by bisection.
 
     The loop does nothing if no factorization failed, also under vmap.
     """
     n = A.shape[-1]
     good = jnp.isfinite(diagonal(L).real).all(-1)
-    low, high = jnp.where(good, n, 0), jnp.full(good.shape, n)  # the minor of order low is definite, the minor of order high is not
+    # the minor of order low is definite, the minor of order high is not
+    low, high = jnp.where(good, n, 0), jnp.full(good.shape, n)
     eye, index = jnp.eye(n, dtype=A.dtype), jnp.arange(n)
 
     def body(state: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = state
         mid = (low + high) // 2
         inside = index < mid[..., None]
-        factor = lax.linalg.cholesky(jnp.where(inside[..., None] & inside[..., None, :], A, eye), symmetrize_input=False)
+        factor = lax.linalg.cholesky(
+            jnp.where(inside[..., None] & inside[..., None, :], A, eye), symmetrize_input=False
+        )
         definite = jnp.isfinite(diagonal(factor).real).all(-1)
         return jnp.where(definite, mid, low), jnp.where(definite, high, mid)
 
@@ -78,8 +97,12 @@ def _cholesky_ex(A: Array, upper: bool, of_gradient: bool = False) -> tuple[Arra
 
 
 @lowering("aten.linalg_cholesky_ex", info=True)
-def aten_linalg_cholesky_ex(self: Array, *, upper: bool = False, check_errors: bool = False) -> tuple[Array, Array]:
-    """linalg_cholesky_ex(Tensor self, *, bool upper=False, bool check_errors=False) -> (Tensor L, Tensor info)"""
+def aten_linalg_cholesky_ex(
+    self: Array, *, upper: bool = False, check_errors: bool = False
+) -> tuple[Array, Array]:
+    """linalg_cholesky_ex(Tensor self, *, bool upper=False, bool check_errors=False) -> (Tensor L,
+    Tensor info)
+    """
     check_matrix(self, "linalg.cholesky", square=True)
     L, info = _cholesky_ex(self, upper)
     if check_errors:
@@ -105,7 +128,9 @@ _cholesky_solve = jax.custom_jvp(_two_triangles)
 
 
 @_cholesky_solve.defjvp
-def _cholesky_solve_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _cholesky_solve_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     # PyTorch treats L as a full matrix here: A = L L^H depends on both triangles
     (L, B), (dL, dB) = primals, tangents
     X = _cholesky_solve(L, B)

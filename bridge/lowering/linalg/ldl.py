@@ -1,5 +1,7 @@
-"""Linear algebra on LDL factors: ldl_factor and ldl_solve.  XLA has no Bunch-Kaufman factorization, so LAPACK's runs on the host,
-through scipy; as in PyTorch, neither has derivatives."""
+"""Linear algebra on LDL factors: ldl_factor and ldl_solve. XLA has no Bunch-Kaufman factorization,
+so LAPACK's runs on the host, through scipy; as in PyTorch, neither has derivatives.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +25,11 @@ def _routine(stem: str, dtype: np.dtype, hermitian: bool) -> Callable[..., Any]:
 
 def _factor(hermitian: bool, A: np.ndarray) -> tuple[np.ndarray, ...]:
     trf = _routine("trf", A.dtype, hermitian)
-    LD, pivots, info = np.zeros_like(A), np.zeros(A.shape[:-1], np.int32), np.zeros(A.shape[:-2], np.int32)
+    LD, pivots, info = (
+        np.zeros_like(A),
+        np.zeros(A.shape[:-1], np.int32),
+        np.zeros(A.shape[:-2], np.int32),
+    )
     for i in np.ndindex(A.shape[:-2]):
         factor, pivots[i], info[i] = trf(A[i], lower=1)
         LD[i] = np.tril(factor)
@@ -39,14 +45,23 @@ def _solve(hermitian: bool, LD: np.ndarray, pivots: np.ndarray, B: np.ndarray) -
 
 
 def _on_host(fn: Callable[..., Any], hermitian: bool, out: Any, *args) -> Any:
-    return jax.pure_callback(lambda *xs: fn(hermitian, *map(np.asarray, xs)), out, *args, vmap_method="broadcast_all")
+    return jax.pure_callback(
+        lambda *xs: fn(hermitian, *map(np.asarray, xs)), out, *args, vmap_method="broadcast_all"
+    )
 
 
 @lowering("aten.linalg_ldl_factor_ex")
-def aten_linalg_ldl_factor_ex(self: Array, *, hermitian: bool = False, check_errors: bool = False) -> tuple[Array, ...]:
-    """linalg_ldl_factor_ex(Tensor self, *, bool hermitian=False, bool check_errors=False) -> (Tensor LD, Tensor pivots, Tensor info)"""
+def aten_linalg_ldl_factor_ex(
+    self: Array, *, hermitian: bool = False, check_errors: bool = False
+) -> tuple[Array, ...]:
+    """linalg_ldl_factor_ex(Tensor self, *, bool hermitian=False, bool check_errors=False) ->
+    (Tensor LD, Tensor pivots, Tensor info)
+    """
     check_matrix(self, "torch.linalg.ldl_factor_ex", square=True)
-    out = tuple(jax.ShapeDtypeStruct(self.shape[:end], kind) for end, kind in ((None, self.dtype), (-1, jnp.int32), (-2, jnp.int32)))
+    out = tuple(
+        jax.ShapeDtypeStruct(self.shape[:end], kind)
+        for end, kind in ((None, self.dtype), (-1, jnp.int32), (-2, jnp.int32))
+    )
     if self.size == 0:
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
     LD, pivots, info = _on_host(_factor, hermitian, out, self)

@@ -1,7 +1,10 @@
-"""Linear algebra on LU factors: solve, inverse, determinants, lu_factor, lu_solve and triangular solves.
+"""Linear algebra on LU factors: solve, inverse, determinants, lu_factor, lu_solve and triangular
+solves.
 
-A matrix is factored once: derivatives of every order take A and its factors as constants, so they reuse the factors.
+A matrix is factored once: derivatives of every order take A and its factors as constants, so they
+reuse the factors.
 """
+
 from __future__ import annotations
 
 import functools
@@ -15,7 +18,15 @@ from jax import Array, lax
 
 from bridge.lowering.common.cotangents import with_cotangent
 from bridge.lowering.common.provided import refuse
-from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, diagonal, matmul, mH, mT, report
+from bridge.lowering.linalg.matrices import (
+    broadcast_batch,
+    check_matrix,
+    diagonal,
+    matmul,
+    mH,
+    mT,
+    report,
+)
 from bridge.lowering.registry import lowering
 
 
@@ -33,8 +44,12 @@ def _factors(A: Array) -> tuple[Array, ...]:
     return lu, pivots + 1, permutation
 
 
-def _lu_solve(lu: Array, permutation: Array, B: Array, left: bool = True, adjoint: bool = False) -> Array:
-    """Solve M X = B, or X M = B if not left, with M = P L U given by its factors; adjoint: with M^H instead of M."""
+def _lu_solve(
+    lu: Array, permutation: Array, B: Array, left: bool = True, adjoint: bool = False
+) -> Array:
+    """Solve M X = B, or X M = B if not left, with M = P L U given by its factors; adjoint: with M^H
+    instead of M.
+    """
     if not left:
         return mH(_lu_solve(lu, permutation, mH(B), adjoint=not adjoint))
     lu, B = broadcast_batch(lu, B)
@@ -49,7 +64,9 @@ def _lu_solve(lu: Array, permutation: Array, B: Array, left: bool = True, adjoin
 
 
 def _solve(A: Array, lu: Array, permutation: Array, B: Array, left: bool = True) -> Array:
-    """A^-1 B, or B A^-1 if not left, by the factors of A, which count as constants; differentiable to any order in A and B."""
+    """A^-1 B, or B A^-1 if not left, by the factors of A, which count as constants; differentiable
+    to any order in A and B.
+    """
 
     def solve(_: Callable[..., Any], b: Array) -> Array:
         return _lu_solve(lu, permutation, b, left)
@@ -59,7 +76,9 @@ def _solve(A: Array, lu: Array, permutation: Array, B: Array, left: bool = True)
 
     batch = jnp.broadcast_shapes(A.shape[:-2], B.shape[:-2])
     B = jnp.broadcast_to(B, batch + B.shape[-2:])
-    return lax.custom_linear_solve(lambda x: matmul(A, x) if left else matmul(x, A), B, solve, transpose_solve)
+    return lax.custom_linear_solve(
+        lambda x: matmul(A, x) if left else matmul(x, A), B, solve, transpose_solve
+    )
 
 
 @functools.partial(jax.jit, static_argnames="left")
@@ -71,11 +90,18 @@ def _solve_ex(A: Array, B: Array, left: bool) -> tuple[Array, ...]:
 
 
 @lowering("aten._linalg_solve_ex")
-def aten_linalg_solve_ex(A: Array, B: Array, *, left: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array, Array]:
-    """_linalg_solve_ex(Tensor A, Tensor B, *, bool left=True, bool check_errors=False) -> (Tensor, Tensor LU, Tensor, Tensor)"""
+def aten_linalg_solve_ex(
+    A: Array, B: Array, *, left: bool = True, check_errors: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    """_linalg_solve_ex(Tensor A, Tensor B, *, bool left=True, bool check_errors=False) -> (Tensor,
+    Tensor LU, Tensor, Tensor)
+    """
     check_matrix(A, "linalg.solve", square=True)
     if A.dtype != B.dtype:
-        raise RuntimeError(f"linalg.solve: Expected A and B to have the same dtype, but found {A.dtype} and {B.dtype} instead")
+        raise RuntimeError(
+            f"linalg.solve: Expected A and B to have the same dtype, but found {A.dtype} and "
+            f"{B.dtype} instead"
+        )
     result = _solve_ex(A, B, left)
     if check_errors:
         report(result[3], "torch.linalg.solve_ex", A.ndim == 2)
@@ -127,7 +153,8 @@ def _det(A: Array, lu: Array, permutation: Array) -> Array:
 
 @_det.defjvp
 def _det_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    # d det = det tr(A^-1 dA); a zero pivot is replaced by the smallest step, so that a singular matrix, too, has its gradient
+    # d det = det tr(A^-1 dA); a zero pivot is replaced by the smallest step, so that a singular
+    # matrix, too, has its gradient
     (A, lu, permutation), (dA, _, _) = primals, tangents
     eye = jnp.eye(A.shape[-1], dtype=A.dtype)
     moved = jnp.where((lu == 0) & (eye == 1), jnp.finfo(A.dtype).eps * eye, lu)
@@ -135,7 +162,9 @@ def _det_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[A
 
 
 def _as_factored(A: Array, contiguous: bool) -> Array:
-    """A or A^T: PyTorch's own backward of a determinant, if it runs inside a trace, reads the factors of this one."""
+    """A or A^T: PyTorch's own backward of a determinant, if it runs inside a trace, reads the
+    factors of this one.
+    """
     return mT(A) if contiguous and not jnp.iscomplexobj(A) else A
 
 
@@ -153,12 +182,16 @@ def aten_linalg_det(A: Array, *, contiguous: bool = True) -> tuple[Array, Array,
 def _slogdet(A: Array, lu: Array, permutation: Array) -> tuple[Array, Array]:
     pivots = diagonal(lu)
     size = jnp.abs(pivots)
-    sign = jnp.prod(pivots / jnp.where(size == 0, 1, size).astype(A.dtype), -1) * _parity(permutation, A.dtype)
+    sign = jnp.prod(pivots / jnp.where(size == 0, 1, size).astype(A.dtype), -1) * _parity(
+        permutation, A.dtype
+    )
     return sign, jnp.log(size).sum(-1)
 
 
 @_slogdet.defjvp
-def _slogdet_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _slogdet_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     sign, logabs = _slogdet(*primals)
     A, lu, permutation = primals
     trace = _trace_of_solve(A, lu, permutation, tangents[0])
@@ -189,8 +222,12 @@ def _lu_factor_ex(A: Array) -> tuple[Array, ...]:
 
 
 @lowering("aten.linalg_lu_factor_ex")
-def aten_linalg_lu_factor_ex(A: Array, *, pivot: bool = True, check_errors: bool = False) -> tuple[Array, Array, Array]:
-    """linalg_lu_factor_ex(Tensor A, *, bool pivot=True, bool check_errors=False) -> (Tensor LU, Tensor pivots, Tensor info)"""
+def aten_linalg_lu_factor_ex(
+    A: Array, *, pivot: bool = True, check_errors: bool = False
+) -> tuple[Array, Array, Array]:
+    """linalg_lu_factor_ex(Tensor A, *, bool pivot=True, bool check_errors=False) -> (Tensor LU,
+    Tensor pivots, Tensor info)
+    """
     check_matrix(A, "torch.lu_factor")
     _check_pivot(pivot, "linalg.lu_factor")
     result = _lu_factor_ex(A)
@@ -222,61 +259,93 @@ def aten_linalg_lu(A: Array, *, pivot: bool = True) -> tuple[Array, Array, Array
 
 
 @lowering("aten.lu_unpack", no_grad_outputs=(0,))
-def aten_lu_unpack(LU_data: Array, LU_pivots: Array, unpack_data: bool = True, unpack_pivots: bool = True) -> tuple[Array, Array, Array]:
-    """lu_unpack(Tensor LU_data, Tensor LU_pivots, bool unpack_data=True, bool unpack_pivots=True) -> (Tensor P, Tensor L, Tensor U)"""
+def aten_lu_unpack(
+    LU_data: Array, LU_pivots: Array, unpack_data: bool = True, unpack_pivots: bool = True
+) -> tuple[Array, Array, Array]:
+    """lu_unpack(Tensor LU_data, Tensor LU_pivots, bool unpack_data=True, bool
+    unpack_pivots=True) -> (Tensor P, Tensor L, Tensor U)
+    """
     if unpack_pivots and LU_pivots.dtype != jnp.int32:
-        raise RuntimeError("torch.lu_unpack: LU_pivots is expected to be a contiguous tensor of torch.int32 dtype")
+        raise RuntimeError(
+            "torch.lu_unpack: LU_pivots is expected to be a contiguous tensor of torch.int32 dtype"
+        )
     if unpack_pivots:
         refuse(
             (LU_pivots < 1) | (LU_pivots > LU_data.shape[-2]),
-            f"pivots passed to lu_unpack must be between 1 and LU.size(-2) inclusive, which is {LU_data.shape[-2]}; did you properly pass "
-            "the result of lu_factor?",
+            "pivots passed to lu_unpack must be between 1 and LU.size(-2) inclusive, which is "
+            f"{LU_data.shape[-2]}; did you properly pass the result of lu_factor?",
         )
     return _lu_unpack(LU_data, LU_pivots, unpack_data, unpack_pivots)
 
 
 @functools.partial(jax.jit, static_argnames=("unpack_data", "unpack_pivots"))
-def _lu_unpack(LU_data: Array, LU_pivots: Array, unpack_data: bool, unpack_pivots: bool) -> tuple[Array, ...]:
+def _lu_unpack(
+    LU_data: Array, LU_pivots: Array, unpack_data: bool, unpack_pivots: bool
+) -> tuple[Array, ...]:
     P = L = U = jnp.zeros((0,), LU_data.dtype)
     if unpack_data:
         L, U = _unpack(LU_data)
     if unpack_pivots:
-        P = _permutation_matrix(lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, LU_data.shape[-2]), LU_data.dtype)
+        P = _permutation_matrix(
+            lax.linalg.lu_pivots_to_permutation(LU_pivots - 1, LU_data.shape[-2]), LU_data.dtype
+        )
     return P, L, U
 
 
 @lowering("aten.linalg_lu_solve")
 @functools.partial(jax.jit, static_argnames=("left", "adjoint"))
-def aten_linalg_lu_solve(LU: Array, pivots: Array, B: Array, *, left: bool = True, adjoint: bool = False) -> Array:
-    """linalg_lu_solve(Tensor LU, Tensor pivots, Tensor B, *, bool left=True, bool adjoint=False) -> Tensor"""
+def aten_linalg_lu_solve(
+    LU: Array, pivots: Array, B: Array, *, left: bool = True, adjoint: bool = False
+) -> Array:
+    """linalg_lu_solve(Tensor LU, Tensor pivots, Tensor B, *, bool left=True, bool adjoint=False) ->
+    Tensor
+    """
     check_matrix(LU, "torch.linalg.lu_solve", square=True)
-    return _lu_solve(LU, lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1]), B, left, adjoint)
+    return _lu_solve(
+        LU, lax.linalg.lu_pivots_to_permutation(pivots - 1, LU.shape[-1]), B, left, adjoint
+    )
 
 
 @lowering("aten.linalg_solve_triangular")
 @functools.partial(jax.jit, static_argnames=("upper", "left", "unitriangular"))
-def aten_linalg_solve_triangular(self: Array, B: Array, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Array:
-    """linalg_solve_triangular(Tensor self, Tensor B, *, bool upper, bool left=True, bool unitriangular=False) -> Tensor"""
+def aten_linalg_solve_triangular(
+    self: Array, B: Array, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> Array:
+    """linalg_solve_triangular(Tensor self, Tensor B, *, bool upper, bool left=True, bool
+    unitriangular=False) -> Tensor
+    """
     check_matrix(self, "linalg.solve_triangular", square=True)
     A, B = broadcast_batch(self, B)
-    return lax.linalg.triangular_solve(A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+    return lax.linalg.triangular_solve(
+        A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _triangular_solve(upper: bool, transpose: bool, unit: bool, A: Array, B: Array) -> Array:
-    return lax.linalg.triangular_solve(A, B, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit)
+    return lax.linalg.triangular_solve(
+        A, B, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit
+    )
 
 
 @_triangular_solve.defjvp
 def _triangular_solve_jvp(
-    upper: bool, transpose: bool, unit: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+    upper: bool,
+    transpose: bool,
+    unit: bool,
+    primals: tuple[Array, ...],
+    tangents: tuple[Array, ...],
 ) -> tuple[Array, Array]:
     # for this older function PyTorch treats a tangent of A as triangular
     (A, B), (dA, dB) = primals, tangents
     X = _triangular_solve(upper, transpose, unit, A, B)
-    dA = with_cotangent(dA, lambda ct: jnp.triu(ct, int(unit)) if upper else jnp.tril(ct, -int(unit)))
+    dA = with_cotangent(
+        dA, lambda ct: jnp.triu(ct, int(unit)) if upper else jnp.tril(ct, -int(unit))
+    )
     rest = dB - matmul(mT(dA) if transpose else dA, X)
-    return X, lax.linalg.triangular_solve(A, rest, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit)
+    return X, lax.linalg.triangular_solve(
+        A, rest, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unit
+    )
 
 
 @lowering("aten.triangular_solve")
@@ -284,7 +353,9 @@ def _triangular_solve_jvp(
 def aten_triangular_solve(
     self: Array, A: Array, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Array, Array]:
-    """triangular_solve(Tensor self, Tensor A, bool upper=True, bool transpose=False, bool unitriangular=False) -> (Tensor, Tensor)"""
+    """triangular_solve(Tensor self, Tensor A, bool upper=True, bool transpose=False, bool
+    unitriangular=False) -> (Tensor, Tensor)
+    """
     check_matrix(A, "triangular_solve", square=True)
     A, B = broadcast_batch(A, self)
     return _triangular_solve(upper, transpose, unitriangular, A, B), A

@@ -1,7 +1,9 @@
 """Matrix products: mm, bmm, addmm and their kin, as dot_general.
 
-einsum, linear, matmul, tensordot and bilinear reach this file already decomposed by PyTorch into these operators.
+einsum, linear, matmul, tensordot and bilinear reach this file already decomposed by PyTorch into
+these operators.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,41 +24,79 @@ _MM = (((1,), (0,)), ((), ()))
 _BMM = (((2,), (1,)), ((0,), (0,)))
 _SUM_BMM = (((0, 2), (0, 1)), ((), ()))
 _DOT = (((0,), (0,)), ((), ()))
-_VM = (((0,), (1,)), ((), ()))  # a vector is first: then a vmap of vectors is rows times the transposed matrix, without a transpose behind
+# a vector is first: then a vmap of vectors is rows times the transposed matrix, without a transpose
+# behind
+_VM = (((0,), (1,)), ((), ()))
 
-# "highest" requires true float32 products; the other two allow TF32 on a GPU and bfloat16 passes on a TPU
-_PRECISION = {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}
-_OF_CUDA = {"tf32": lax.Precision.HIGH}  # XLA's products on the CPU always have the precision of float32
+# "highest" requires true float32 products; the other two allow TF32 on a GPU and bfloat16 passes on
+# a TPU
+_PRECISION = {
+    "highest": lax.Precision.HIGHEST,
+    "high": lax.Precision.HIGH,
+    "medium": lax.Precision.DEFAULT,
+}
+# XLA's products on the CPU always have the precision of float32
+_OF_CUDA = {"tf32": lax.Precision.HIGH}
 _SINGLE = (jnp.dtype("float32"), jnp.dtype("complex64"))
 
 
 def precision(dtype: np.dtype) -> lax.Precision | None:
-    """The lax precision of a product of that dtype, from the current torch.set_float32_matmul_precision or the setting for CUDA."""
+    """The lax precision of a product of that dtype, from the current
+    torch.set_float32_matmul_precision or the setting for CUDA.
+    """
     if dtype not in _SINGLE:
         return None
     found = float32_precision()
-    return _PRECISION[found] if isinstance(found, str) else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
+    return (
+        _PRECISION[found]
+        if isinstance(found, str)
+        else _OF_CUDA.get(found[0], lax.Precision.HIGHEST)
+    )
 
 
-def _product(a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], out_dtype: DTypeLike | None = None) -> Array:
+def _product(
+    a: Array,
+    b: Array,
+    dims: lax.DotDimensionNumbers,
+    ndims: tuple[int, int],
+    out_dtype: DTypeLike | None = None,
+) -> Array:
     """dot_general with checks; the caller replaces a TypeError by torch's own error.
 
     XLA sums float16 and bfloat16 products in float32 by default.
     """
     if a.dtype != b.dtype:
-        raise TypeError(f"expected both operands of the product to have the same dtype, but got {a.dtype} and {b.dtype}")
+        raise TypeError(
+            "expected both operands of the product to have the same dtype, "
+            f"but got {a.dtype} and {b.dtype}"
+        )
     if (a.ndim, b.ndim) != ndims:
-        raise TypeError(f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} and {b.shape}")
+        raise TypeError(
+            f"expected operands of {ndims[0]} and {ndims[1]} dimensions, but got shapes {a.shape} "
+            f"and {b.shape}"
+        )
     return lax.dot_general(a, b, dims, precision(a.dtype), out_dtype)
 
 
-def _added(self: Array, a: Array, b: Array, dims: lax.DotDimensionNumbers, ndims: tuple[int, int], beta: Any, alpha: Any) -> Array:
-    """beta * self + alpha * (a @ b); half types are computed in float32 and rounded once, as in PyTorch's kernels."""
+def _added(
+    self: Array,
+    a: Array,
+    b: Array,
+    dims: lax.DotDimensionNumbers,
+    ndims: tuple[int, int],
+    beta: Any,
+    alpha: Any,
+) -> Array:
+    """beta * self + alpha * (a @ b); half types are computed in float32 and rounded once, as in
+    PyTorch's kernels.
+    """
     wide = opmath(a.dtype)
     if wide == a.dtype:
         return _combine(self, _product(a, b, dims, ndims), beta, alpha)
     if self.dtype != a.dtype:
-        raise RuntimeError(f"expected self to have the dtype of the product, {a.dtype}, but got {self.dtype}")
+        raise RuntimeError(
+            f"expected self to have the dtype of the product, {a.dtype}, but got {self.dtype}"
+        )
     return cast(_combine(cast(self, wide), _product(a, b, dims, ndims, wide), beta, alpha), a.dtype)
 
 
@@ -72,13 +112,18 @@ def _combine(self: Array, product: Array, beta: Any, alpha: Any) -> Array:
     if beta == 0:
         return product
     if self.dtype != product.dtype:
-        raise RuntimeError(f"expected self to have the dtype of the product, {product.dtype}, but got {self.dtype}")
+        raise RuntimeError(
+            f"expected self to have the dtype of the product, {product.dtype}, but got {self.dtype}"
+        )
     if beta != 1:
         self = self * beta
     if self.shape != product.shape:
         shift = product.ndim - self.ndim
         if any(n not in (1, m) for n, m in zip(self.shape, product.shape[shift:])) or shift < 0:
-            raise RuntimeError(f"The expanded size of the tensor {product.shape} must match the existing size {self.shape}")
+            raise RuntimeError(
+                f"The expanded size of the tensor {product.shape} must match "
+                f"the existing size {self.shape}"
+            )
         keep = [i for i, n in enumerate(self.shape) if n == product.shape[shift + i]]
         self = lax.reshape(self, [self.shape[i] for i in keep])
         self = lax.broadcast_in_dim(self, product.shape, [shift + i for i in keep])
@@ -86,10 +131,14 @@ def _combine(self: Array, product: Array, beta: Any, alpha: Any) -> Array:
 
 
 def _addmm(self: Array | None, mat1: Array, mat2: Array, beta: Any = 1, alpha: Any = 1) -> Array:
-    """mat1 @ mat2 (+ self).  A single row becomes a vector, so that its vmap has no axis of size 1 for XLA to loop over."""
+    """mat1 @ mat2 (+ self). A single row becomes a vector, so that its vmap has no axis of size 1
+    for XLA to loop over.
+    """
     if mat1.ndim == 2 and mat1.shape[0] == 1 and (self is None or self.ndim == 1):
         product = _product(lax.reshape(mat1, mat1.shape[1:]), mat2, _DOT, (1, 2))
-        return lax.expand_dims(product if self is None else _combine(self, product, beta, alpha), (0,))
+        return lax.expand_dims(
+            product if self is None else _combine(self, product, beta, alpha), (0,)
+        )
     product = _product(mat1, mat2, _MM, (2, 2))
     return product if self is None else _combine(self, product, beta, alpha)
 
@@ -149,14 +198,22 @@ def aten_addmm(self: Array, mat1: Array, mat2: Array, *, beta: Any = 1, alpha: A
 
 
 @lowering("aten.baddbmm")
-def aten_baddbmm(self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+def aten_baddbmm(
+    self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1
+) -> Array:
+    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) ->
+    Tensor
+    """
     return _added(self, batch1, batch2, _BMM, (3, 3), beta, alpha)
 
 
 @lowering("aten.addbmm")
-def aten_addbmm(self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
-    """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+def aten_addbmm(
+    self: Array, batch1: Array, batch2: Array, *, beta: Any = 1, alpha: Any = 1
+) -> Array:
+    """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1,
+    Scalar alpha=1) -> Tensor
+    """
     return _added(self, batch1, batch2, _SUM_BMM, (3, 3), beta, alpha)
 
 
@@ -177,7 +234,9 @@ def aten_addr(self: Array, vec1: Array, vec2: Array, *, beta: Any = 1, alpha: An
         if isinstance(number, bool) and dtype.kind != "b":
             raise RuntimeError(f"Boolean {name} only supported for Boolean results.")
         if dtype.kind in "biu" and not isinstance(number, int):
-            raise RuntimeError(f"For integral input tensors, argument {name} must not be a floating point number.")
+            raise RuntimeError(
+                f"For integral input tensors, argument {name} must not be a floating point number."
+            )
     product = jnp.outer(cast(vec1, dtype), cast(vec2, dtype))
     if dtype.kind != "b":
         return _combine(cast(self, dtype), product, beta, alpha)
@@ -187,14 +246,24 @@ def aten_addr(self: Array, vec1: Array, vec2: Array, *, beta: Any = 1, alpha: An
 
 @lowering("aten._trilinear")
 def aten_trilinear(
-    i1: Array, i2: Array, i3: Array, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int], sumdim: Sequence[int],
+    i1: Array,
+    i2: Array,
+    i3: Array,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
     unroll_dim: int = 1,
-) -> Array:  # fmt: skip
-    """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3, int[] sumdim, int unroll_dim=1) -> Tensor"""
+) -> Array:
+    """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3,
+    int[] sumdim, int unroll_dim=1) -> Tensor
+    """
     ndim = i1.ndim + len(expand1)
     subscripts = []
     for expand in (expand1, expand2, expand3):
         subscripts.append("".join(chr(97 + d) for d in range(ndim) if d not in expand))
     out = "".join(chr(97 + d) for d in range(ndim) if d not in sumdim)
-    product = jnp.einsum(f"{','.join(subscripts)}->{out}", i1, i2, i3, precision=precision(i1.dtype))
+    product = jnp.einsum(
+        f"{','.join(subscripts)}->{out}", i1, i2, i3, precision=precision(i1.dtype)
+    )
     return cast(product, i1.dtype)

@@ -1,4 +1,7 @@
-"""Helpers of the factorizations: checks of matrices, error reports, transposes; and the matrix exponential."""
+"""Helpers of the factorizations: checks of matrices, error reports, transposes; and the matrix
+exponential.
+"""
+
 from __future__ import annotations
 
 import functools
@@ -21,15 +24,24 @@ _NUMERIC = ("float32", "float64", "complex64", "complex128")
 
 
 def check_matrix(x: Array, name: str, square: bool = False) -> None:
-    """Raise torch.linalg's error unless x is a batch of (square) matrices of a dtype that LAPACK knows."""
+    """Raise torch.linalg's error unless x is a batch of (square) matrices of a dtype that LAPACK
+    knows.
+    """
     if str(x.dtype) not in _NUMERIC:
         low = str(x.dtype) in ("float16", "bfloat16")
-        expected = "Low precision dtypes not supported." if low else "Expected a floating point or complex tensor as input."
+        expected = (
+            "Low precision dtypes not supported."
+            if low
+            else "Expected a floating point or complex tensor as input."
+        )
         raise RuntimeError(f"{name}: {expected} Got {x.dtype}")
     if x.ndim < 2:
         raise RuntimeError(f"{name}: The input tensor A must have at least 2 dimensions.")
     if square and x.shape[-1] != x.shape[-2]:
-        raise RuntimeError(f"{name}: A must be batches of square matrices, but they are {x.shape[-2]} by {x.shape[-1]} matrices")
+        raise RuntimeError(
+            f"{name}: A must be batches of square matrices, but they are {x.shape[-2]} by "
+            f"{x.shape[-1]} matrices"
+        )
 
 
 def mT(x: Array) -> Array:
@@ -48,10 +60,16 @@ def diagonal(x: Array) -> Array:
 
 
 def skew_diagonal(x: Array) -> Array:
-    """Each matrix with all but the imaginary part of its diagonal made zero (zeros for a real matrix)."""
+    """Each matrix with all but the imaginary part of its diagonal made zero (zeros for a real
+    matrix).
+    """
     if not jnp.iscomplexobj(x):
         return jnp.zeros_like(x)
-    return jnp.where(jnp.eye(x.shape[-2], x.shape[-1], dtype=bool), lax.complex(jnp.zeros_like(x.real), x.imag), 0)
+    return jnp.where(
+        jnp.eye(x.shape[-2], x.shape[-1], dtype=bool),
+        lax.complex(jnp.zeros_like(x.real), x.imag),
+        0,
+    )
 
 
 def broadcast_batch(*xs: Any) -> list[Array]:
@@ -65,15 +83,30 @@ def hermitian_part(x: Array) -> Array:
     return (x + mH(x)) / 2
 
 
-# as in PyTorch, the name of the function selects the reason; the first entry that it contains counts
+# as in PyTorch, the name of the function selects the reason; the first entry that it contains
+# counts
 _REASONS = {
-    "inv": "The diagonal element {0} is zero, the inversion could not be completed because the input matrix is singular.",
+    "inv": (
+        "The diagonal element {0} is zero, the inversion could not be completed because the input "
+        "matrix is singular."
+    ),
     "solve": "The solver failed because the input matrix is singular.",
-    "cholesky": "The factorization could not be completed because the input is not positive-definite "
-    "(the leading minor of order {0} is not positive-definite).",
-    "svd": "The algorithm failed to converge because the input matrix contained non-finite values (error code: {0}).",
-    "eig": "The algorithm failed to converge because the input matrix contained non-finite values (error code: {0}).",
-    "lstsq": "The least squares solution could not be computed because the input matrix does not have full rank (error code: {0}).",
+    "cholesky": (
+        "The factorization could not be completed because the input is not positive-definite (the "
+        "leading minor of order {0} is not positive-definite)."
+    ),
+    "svd": (
+        "The algorithm failed to converge because the input matrix contained non-finite values "
+        "(error code: {0})."
+    ),
+    "eig": (
+        "The algorithm failed to converge because the input matrix contained non-finite values "
+        "(error code: {0})."
+    ),
+    "lstsq": (
+        "The least squares solution could not be computed because the input matrix does not have "
+        "full rank (error code: {0})."
+    ),
     "lu_factor": "U[{0},{0}] is zero and using it on lu_solve would result in a division by zero.",
     "": "The algorithm failed (error code: {0}).",
 }
@@ -86,13 +119,20 @@ def report(info: Array, name: str, is_matrix: bool) -> None:
         values = concrete(info).reshape(-1)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         if info.size:
-            check(info, Range(0, 1, f"{name}: {reason.replace('{0}', '{index}')}", torch.linalg.LinAlgError))
+            check(
+                info,
+                Range(
+                    0, 1, f"{name}: {reason.replace('{0}', '{index}')}", torch.linalg.LinAlgError
+                ),
+            )
         return
     failed = values.nonzero()[0]
     if not failed.size:
         return
     reason = reason.format(values[failed[0]])
-    raise torch.linalg.LinAlgError(f"{name}: {'' if is_matrix else f'(Batch element {failed[0]}): '}{reason}")
+    raise torch.linalg.LinAlgError(
+        f"{name}: {'' if is_matrix else f'(Batch element {failed[0]}): '}{reason}"
+    )
 
 
 @lowering("aten._linalg_check_errors")
@@ -104,7 +144,8 @@ def aten_linalg_check_errors(info: Array, api_name: str, *, is_matrix: bool) -> 
 @lowering("aten.linalg_matrix_exp")
 def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
-    matrix = cast(self, opmath(self.dtype))  # the only linear algebra operator that takes half types
+    # the only linear algebra operator that takes half types
+    matrix = cast(self, opmath(self.dtype))
     check_matrix(matrix, "linalg.matrix_exp", square=True)
     with kept():
         return cast(jax.scipy.linalg.expm(matrix), self.dtype)

@@ -1,7 +1,9 @@
 """Activation functions and softmaxes.
 
-Each is written so that JAX's derivative is PyTorch's: it has PyTorch's value at a kink, and no NaN from the branch that is not taken.
+Each is written so that JAX's derivative is PyTorch's: it has PyTorch's value at a kink, and no NaN
+from the branch that is not taken.
 """
+
 from __future__ import annotations
 
 import functools
@@ -24,7 +26,9 @@ from bridge.lowering.tensors.creation import number
 
 
 def _widened(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn computed in PyTorch's internal dtype (float32 for float16 and bfloat16) and rounded once, at the end."""
+    """fn computed in PyTorch's internal dtype (float32 for float16 and bfloat16) and rounded once,
+    at the end.
+    """
 
     @functools.wraps(fn)
     def run(x: Array, *args: Any, **kwargs: Any) -> Array:
@@ -67,7 +71,8 @@ def aten_mish(x: Array) -> Array:
 @_widened
 def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Array:
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
-    # the exponential of a large positive input overflows, and so does its derivative: replace such inputs first
+    # the exponential of a large positive input overflows, and so does its derivative: replace such
+    # inputs first
     below = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale) * (alpha * scale)
     # at 0 the first derivative is that from below, and the second is 0
     curved = jnp.exp(jnp.where(x >= 0, 0, x) * input_scale) * (alpha * scale * input_scale)
@@ -75,7 +80,9 @@ def aten_elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 
 
 
 def elu_slope_of_result(y: Array, alpha: float, scale: float, input_scale: float) -> Array:
-    """The derivative of elu from its result, which autograd keeps of the in-place variant; at 0 as in aten_elu."""
+    """The derivative of elu from its result, which autograd keeps of the in-place variant; at 0 as
+    in aten_elu.
+    """
     wide = cast(y, opmath(y.dtype))
     curved = (jnp.where(wide >= 0, lax.stop_gradient(wide), wide) + alpha * scale) * input_scale
     return cast(jnp.where(wide > 0, scale, curved), y.dtype)
@@ -92,7 +99,9 @@ def aten_celu(x: Array, alpha: float = 1.0) -> Array:
 @lowering("aten.selu")
 def aten_selu(x: Array) -> Array:
     """selu(Tensor self) -> Tensor"""
-    return aten_elu(x, alpha=1.6732632423543772848170429916717, scale=1.0507009873554804934193349852946)
+    return aten_elu(
+        x, alpha=1.6732632423543772848170429916717, scale=1.0507009873554804934193349852946
+    )
 
 
 @lowering("aten.leaky_relu")
@@ -134,7 +143,9 @@ def aten_log_sigmoid_forward(x: Array) -> tuple[Array, Array]:
 
 def _need_numbers(name: str, x: Array) -> None:
     if x.dtype == np.bool_:
-        raise NotImplementedError(f"{name}: not implemented for 'Bool'; expected a tensor of numbers")
+        raise NotImplementedError(
+            f"{name}: not implemented for 'Bool'; expected a tensor of numbers"
+        )
 
 
 @lowering("aten.hardtanh")
@@ -145,7 +156,8 @@ def aten_hardtanh(x: Array, min_val: float = -1, max_val: float = 1) -> Array:
     if not BOUNDS_NEED_NOT_FIT and x.dtype.kind == "u" and min(min_val, max_val) < 0:
         raise RuntimeError("cannot do hardtanh on an unsigned type with negative limits")
     low, high = bound(min_val, x.dtype, True), bound(max_val, x.dtype, False)
-    held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))  # at the bounds x itself: -0.0 stays
+    # at the bounds x itself: -0.0 stays
+    held = lax.stop_gradient(jnp.where(x < low, low, jnp.where(x > high, high, x)))
     return jnp.where((x <= low) | (x >= high), held, x)  # constant outside, so the gradient is 0
 
 
@@ -211,15 +223,18 @@ def aten_glu(x: Array, dim: int = -1) -> Array:
         raise RuntimeError("glu does not support 0-dimensional tensors")
     dim = wrap_dim(dim, x.ndim)
     if x.shape[dim] % 2:
-        raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}")
+        raise RuntimeError(
+            f"Halving dimension must be even, but dimension {dim} is size {x.shape[dim]}"
+        )
     a, b = jnp.split(cast(x, opmath(x.dtype)), 2, axis=dim)
     return cast(a * lax.logistic(b), x.dtype)
 
 
-# -- softmaxes --------------------------------------------------------------------------------------------------------
-# Derivatives are computed from the output, so that the backward pass keeps one array instead of three.
-# JAX forgets these rules where it derives a loop twice.  Then no derivative may go through the maximum: it would be zero, but JAX divides
-# by the number of the elements that equal the maximum, and there are none if XLA computes the elements twice, with different roundings.
+# -- softmaxes -------------------------------------------------------------------------------------
+# Derivatives are computed from the output, so that the backward pass keeps one array instead of
+# three. JAX forgets these rules where it derives a loop twice. Then no derivative may go through
+# the maximum: it would be zero, but JAX divides by the number of the elements that equal the
+# maximum, and there are none if XLA computes the elements twice, with different roundings.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -238,7 +253,9 @@ def safe_softmax(x: Array, axis: int) -> Array:
     return e / jnp.where(total == 0, 1, total)
 
 
-def _softmax_jvp(of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _softmax_jvp(
+    of: Callable[..., Array], axis: int, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
     y = of(*primals, axis)
     dy = lax.mul(y, tangents[0])
     return y, lax.sub(dy, lax.mul(y, spread(lax.reduce_sum(dy, (axis,)), y.shape, (axis,))))
@@ -252,18 +269,24 @@ safe_softmax.defjvp(functools.partial(_softmax_jvp, safe_softmax))
 def log_softmax(x: Array, axis: int) -> Array:
     """Logarithm of the softmax along an axis, in the dtype of x."""
     shifted = lax.sub(x, spread(lax.reduce_max(lax.stop_gradient(x), (axis,)), x.shape, (axis,)))
-    return lax.sub(shifted, spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x.shape, (axis,)))
+    return lax.sub(
+        shifted, spread(lax.log(lax.reduce_sum(lax.exp(shifted), (axis,))), x.shape, (axis,))
+    )
 
 
 @log_softmax.defjvp
 def _log_softmax_jvp(axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     y = log_softmax(*primals, axis)
     (dx,) = tangents
-    return y, lax.sub(dx, spread(lax.reduce_sum(lax.mul(lax.exp(y), dx), (axis,)), y.shape, (axis,)))
+    return y, lax.sub(
+        dx, spread(lax.reduce_sum(lax.mul(lax.exp(y), dx), (axis,)), y.shape, (axis,))
+    )
 
 
 def _along(fn: Callable[[Array, int], Array], x: Array, dim: int, dtype: np.dtype) -> Array:
-    """fn along dim, computed in PyTorch's internal dtype and returned as dtype; a 0-dim array counts as one element."""
+    """fn along dim, computed in PyTorch's internal dtype and returned as dtype; a 0-dim array
+    counts as one element.
+    """
     require_inexact(x, fn.__name__)
     dim = wrap_dim(dim, x.ndim)
     wide = cast(x, opmath(x.dtype))

@@ -1,8 +1,10 @@
 """Backward operators as pullbacks of the forward operators' lowerings.
 
-torch's autograd calls them when it runs inside a trace.  A second derivative differentiates them, and the forward lowerings are written
-so that every derivative of theirs is right at a kink and far from zero; PyTorch's decompositions overflow in the branch not taken.
+torch's autograd calls them when it runs inside a trace. A second derivative differentiates them,
+and the forward lowerings are written so that every derivative of theirs is right at a kink and far
+from zero; PyTorch's decompositions overflow in the branch not taken.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from bridge.lowering.special.error_functions import aten_logit
 
 
 def _pulled(grad: Array, forward: Callable[..., Array], *primals: Array) -> tuple[Array, ...]:
-    """The cotangents of the primals of a function that works element by element, brought to one shape and dtype as in PyTorch's kernels."""
+    """The cotangents of the primals of a function that works element by element, brought to one
+    shape and dtype as in PyTorch's kernels.
+    """
     grad, *alike = jnp.broadcast_arrays(grad, *promote(*primals))
     y, pull = varying.vjp(forward, *alike)
     return pull(cast(grad, y.dtype))
@@ -65,7 +69,13 @@ def _of_likelihood(forward: Callable[..., tuple[Array, Array]]) -> Callable[...,
     """(grad_output, self, target, weight, reduction, ignore_index, total_weight) -> grad_input."""
 
     def backward(
-        grad: Array, x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int, total_weight: Array
+        grad: Array,
+        x: Array,
+        target: Array,
+        weight: Array | None,
+        reduction: int,
+        ignore_index: int,
+        total_weight: Array,
     ) -> Array:
         y, pull = varying.vjp(lambda x: forward(x, target, weight, reduction, ignore_index)[0], x)
         return pull(jnp.broadcast_to(cast(grad, y.dtype), y.shape))[0]
@@ -78,25 +88,48 @@ lowering("aten.nll_loss2d_backward")(_of_likelihood(losses.aten_nll_loss2d_forwa
 
 
 @lowering("aten.elu_backward")
-def aten_elu_backward(grad: Array, alpha: float, scale: float, input_scale: float, is_result: bool, self_or_result: Array) -> Array:
-    """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""
+def aten_elu_backward(
+    grad: Array,
+    alpha: float,
+    scale: float,
+    input_scale: float,
+    is_result: bool,
+    self_or_result: Array,
+) -> Array:
+    """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool
+    is_result, Tensor self_or_result) -> Tensor
+    """
     if not is_result:
-        return _pulled(grad, lambda x: activations.aten_elu(x, alpha, scale, input_scale), self_or_result)[0]
+        return _pulled(
+            grad, lambda x: activations.aten_elu(x, alpha, scale, input_scale), self_or_result
+        )[0]
     return activations.elu_slope_of_result(self_or_result, alpha, scale, input_scale) * grad
 
 
 @lowering("aten.leaky_relu_backward")
-def aten_leaky_relu_backward(grad: Array, x: Array, negative_slope: float, self_is_result: bool) -> Array:
-    """leaky_relu_backward(Tensor grad_output, Tensor self, Scalar negative_slope, bool self_is_result) -> Tensor"""
-    return _pulled(grad, lambda x: activations.aten_leaky_relu(x, negative_slope), x)[0]  # the result has the input's sign
+def aten_leaky_relu_backward(
+    grad: Array, x: Array, negative_slope: float, self_is_result: bool
+) -> Array:
+    """leaky_relu_backward(Tensor grad_output, Tensor self, Scalar negative_slope, bool
+    self_is_result) -> Tensor
+    """
+    # the result has the input's sign
+    return _pulled(grad, lambda x: activations.aten_leaky_relu(x, negative_slope), x)[0]
 
 
 @lowering("aten.rrelu_with_noise_backward")
 def aten_rrelu_with_noise_backward(
-    grad: Array, x: Array, noise: Array, lower: float, upper: float, training: bool, self_is_result: bool
+    grad: Array,
+    x: Array,
+    noise: Array,
+    lower: float,
+    upper: float,
+    training: bool,
+    self_is_result: bool,
 ) -> Array:
-    """rrelu_with_noise_backward(Tensor grad_output, Tensor self, Tensor noise, Scalar lower, Scalar upper, bool training,
-    bool self_is_result) -> Tensor"""
+    """rrelu_with_noise_backward(Tensor grad_output, Tensor self, Tensor noise, Scalar lower, Scalar
+    upper, bool training, bool self_is_result) -> Tensor
+    """
     if training and upper - lower > 1e-6:
         return grad * noise
     return aten_leaky_relu_backward(grad, x, (lower + upper) / 2, self_is_result)

@@ -1,8 +1,9 @@
 """Resizing images: nearest, linear, cubic and antialiased upsampling.
 
-Each is linear and acts on one dimension after the other, so it is a product with a small matrix known in advance, whose transpose is
-again a product, not a scatter; nearest picks elements instead.
+Each is linear and acts on one dimension after the other, so it is a product with a small matrix
+known in advance, whose transpose is again a product, not a scatter; nearest picks elements instead.
 """
+
 from __future__ import annotations
 
 import functools
@@ -22,15 +23,19 @@ from bridge.lowering.registry import lowering
 _Scales = tuple[float | None, ...]
 
 
-def _scale(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.floating:
+def _scale(
+    size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]
+) -> np.floating:
     """Input elements per output element, in the floating dtype in which PyTorch computes it."""
     if align_corners:
         return real(size - 1) / real(out - 1) if out > 1 else real(0)
     return real(1 / given) if given is not None and given > 0 else real(size) / real(out)
 
 
-# -- one dimension: the matrix (out, size) of each kind -----------------------------------------------------------------
-def _linear(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
+# -- one dimension: the matrix (out, size) of each kind --------------------------------------------
+def _linear(
+    size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]
+) -> np.ndarray:
     scale, i = _scale(size, out, align_corners, given, real), np.arange(out, dtype=real)
     at = scale * i if align_corners else np.maximum(scale * (i + real(0.5)) - real(0.5), 0)
     low = np.minimum(at.astype(np.int64), size - 1)
@@ -42,19 +47,25 @@ def _linear(size: int, out: int, align_corners: bool, given: float | None, real:
 
 
 def cubic_weights(t: Any, a: float = -0.75) -> list[Any]:
-    """Weights of the elements at floor - 1, floor, floor + 1 and floor + 2 for a fraction t (Keys' cubic convolution)."""
+    """Weights of the elements at floor - 1, floor, floor + 1 and floor + 2 for a fraction t (Keys'
+    cubic convolution).
+    """
     near = lambda x: ((a + 2) * x - (a + 3)) * x * x + 1
     far = lambda x: ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def _cubic(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
+def _cubic(
+    size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]
+) -> np.ndarray:
     scale, i = _scale(size, out, align_corners, given, real), np.arange(out, dtype=real)
     at = scale * i if align_corners else scale * (i + real(0.5)) - real(0.5)
     low = np.floor(at)
     matrix = np.zeros((out, size), real)
     for j, weight in enumerate(cubic_weights(at - low)):
-        np.add.at(matrix, (np.arange(out), np.clip(low.astype(np.int64) + j - 1, 0, size - 1)), weight)
+        np.add.at(
+            matrix, (np.arange(out), np.clip(low.astype(np.int64) + j - 1, 0, size - 1)), weight
+        )
     return matrix
 
 
@@ -72,8 +83,12 @@ def _lanczos(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0)
 
 
-def _antialiased(kernel: Callable[[np.ndarray], np.ndarray], width: int) -> Callable[..., np.ndarray]:
-    def matrix(size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]) -> np.ndarray:
+def _antialiased(
+    kernel: Callable[[np.ndarray], np.ndarray], width: int
+) -> Callable[..., np.ndarray]:
+    def matrix(
+        size: int, out: int, align_corners: bool, given: float | None, real: type[np.floating]
+    ) -> np.ndarray:
         scale = float(_scale(size, out, align_corners, given, real))
         stretch = max(scale, 1.0)
         center = scale * (np.arange(out) + 0.5)[:, None]
@@ -97,7 +112,7 @@ def _nearest(size: int, out: int, exact: bool, given: float | None) -> np.ndarra
     return np.minimum(np.floor(at).astype(np.int64), size - 1)
 
 
-# -- all dimensions -----------------------------------------------------------------------------------------------------
+# -- all dimensions --------------------------------------------------------------------------------
 _MATRICES: dict[str, Callable[..., np.ndarray]] = {
     "linear": _linear,
     "cubic": _cubic,
@@ -110,24 +125,43 @@ _MATRICES: dict[str, Callable[..., np.ndarray]] = {
 def _whole(matrix: np.ndarray) -> tuple[np.ndarray, int]:
     """The matrix in whole numbers of 16 bits, and the power of two that they are multiplied by."""
     precision = next((p for p in range(22) if int(0.5 + matrix.max() * 2 ** (p + 1)) >= 2**15), 22)
-    return np.trunc(matrix * 2**precision + np.where(matrix < 0, -0.5, 0.5)).astype(np.int32), precision
+    return np.trunc(matrix * 2**precision + np.where(matrix < 0, -0.5, 0.5)).astype(
+        np.int32
+    ), precision
 
 
 @fused("kind", "output_size", "align_corners", "scales")
-def _interpolate_bytes(x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales) -> Array:
-    """Resize images of bytes as PyTorch does: in integers, rounded to bytes after the last dimension and after the one before."""
+def _interpolate_bytes(
+    x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales
+) -> Array:
+    """Resize images of bytes as PyTorch does: in integers, rounded to bytes after the last
+    dimension and after the one before.
+    """
     for dim in (3, 2):
         size, out, given = x.shape[dim], output_size[dim - 2], scales[dim - 2]
         if size == out and not (kind.endswith("_aa") and given):
             continue
         matrix, precision = _whole(_MATRICES[kind](size, out, align_corners, given, np.float64))
-        product = jnp.moveaxis(lax.dot_general(cast(x, np.int32), constant(matrix), (((dim,), (1,)), ((), ()))), -1, dim)
-        x = cast(jnp.clip(lax.shift_right_arithmetic(product + 2 ** (precision - 1), np.int32(precision)), 0, 255), np.uint8)
+        product = jnp.moveaxis(
+            lax.dot_general(cast(x, np.int32), constant(matrix), (((dim,), (1,)), ((), ()))),
+            -1,
+            dim,
+        )
+        x = cast(
+            jnp.clip(
+                lax.shift_right_arithmetic(product + 2 ** (precision - 1), np.int32(precision)),
+                0,
+                255,
+            ),
+            np.uint8,
+        )
     return x
 
 
 @fused("kind", "output_size", "align_corners", "scales")
-def _interpolate(x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales) -> Array:
+def _interpolate(
+    x: Array, kind: str, output_size: tuple[int, ...], align_corners: bool, scales: _Scales
+) -> Array:
     n = len(output_size)
     dtype = jnp.float32 if is_integral(x) else opmath(x.dtype)
     y = cast(x, dtype)
@@ -136,7 +170,9 @@ def _interpolate(x: Array, kind: str, output_size: tuple[int, ...], align_corner
         if size == out and not (kind.endswith("_aa") and given):
             continue
         matrix = constant(_MATRICES[kind](size, out, align_corners, given, np.dtype(dtype).type))
-        y = jnp.moveaxis(lax.dot_general(y, matrix, (((dim,), (1,)), ((), ())), precision="highest"), -1, dim)
+        y = jnp.moveaxis(
+            lax.dot_general(y, matrix, (((dim,), (1,)), ((), ())), precision="highest"), -1, dim
+        )
     if is_integral(x):
         info = jnp.iinfo(x.dtype)
         y = jnp.clip(jnp.round(y), info.min, info.max)
@@ -155,29 +191,44 @@ def _pick_nearest(x: Array, output_size: tuple[int, ...], exact: bool, scales: _
     return x
 
 
-def _checked(x: Array, output_size: Sequence[int], n: int, scales: Sequence[float | None]) -> tuple[tuple[int, ...], _Scales]:
+def _checked(
+    x: Array, output_size: Sequence[int], n: int, scales: Sequence[float | None]
+) -> tuple[tuple[int, ...], _Scales]:
     if len(output_size) != n:
-        raise RuntimeError(f"output_size: it is expected to have {n} elements, but got {len(output_size)}")
+        raise RuntimeError(
+            f"output_size: it is expected to have {n} elements, but got {len(output_size)}"
+        )
     if x.ndim != n + 2 or 0 in x.shape[1:] or min(output_size) <= 0:
         raise RuntimeError(
-            f"Input and output sizes should be greater than 0, and the input {n + 2}D, but got input {list(x.shape)} and output "
-            f"{list(output_size)}"
+            f"Input and output sizes should be greater than 0, and the input {n + 2}D, but got "
+            f"input {list(x.shape)} and output {list(output_size)}"
         )
     return tuple(output_size), (*scales, *(None,) * (n - len(scales)))
 
 
 def _with_corners(kind: str, n: int) -> Callable[..., Array]:
-    def upsample(x: Array, output_size: Sequence[int], align_corners: bool, *scales: float | None, **named: float | None) -> Array:
+    def upsample(
+        x: Array,
+        output_size: Sequence[int],
+        align_corners: bool,
+        *scales: float | None,
+        **named: float | None,
+    ) -> Array:
         size, given = _checked(x, output_size, n, (*scales, *named.values()))
         resize = _interpolate_bytes if n == 2 and x.dtype == np.uint8 else _interpolate
         return resize(x, kind, size, bool(align_corners), given)
 
-    upsample.__doc__ = "upsample(Tensor self, SymInt[] output_size, bool align_corners, float? scales...) -> Tensor"
+    upsample.__doc__ = (
+        "upsample(Tensor self, SymInt[] output_size, bool align_corners, "
+        "float? scales...) -> Tensor"
+    )
     return upsample
 
 
 def _without_corners(exact: bool, n: int) -> Callable[..., Array]:
-    def upsample(x: Array, output_size: Sequence[int], *scales: float | None, **named: float | None) -> Array:
+    def upsample(
+        x: Array, output_size: Sequence[int], *scales: float | None, **named: float | None
+    ) -> Array:
         size, given = _checked(x, output_size, n, (*scales, *named.values()))
         return _pick_nearest(x, size, exact, given)
 
@@ -186,26 +237,38 @@ def _without_corners(exact: bool, n: int) -> Callable[..., Array]:
 
 
 def _backward(forward: Callable[..., Array]) -> Callable[..., Array]:
-    """The backward operator of a linear one: (grad_output, output_size, input_size, *rest) -> grad_input."""
+    """The backward operator of a linear one: (grad_output, output_size, input_size, *rest) ->
+    grad_input.
+    """
 
-    def backward(grad: Array, output_size: Sequence[int], input_size: Sequence[int], *rest: Any, **named: Any) -> Array:
+    def backward(
+        grad: Array, output_size: Sequence[int], input_size: Sequence[int], *rest: Any, **named: Any
+    ) -> Array:
         like = jax.ShapeDtypeStruct(tuple(input_size), grad.dtype)
-        return jax.linear_transpose(lambda x: forward(x, output_size, *rest, **named), like)(grad)[0]
+        return jax.linear_transpose(lambda x: forward(x, output_size, *rest, **named), like)(grad)[
+            0
+        ]
 
     return backward
 
 
 _UPSAMPLES = {f"upsample_nearest{n}d": _without_corners(False, n) for n in (1, 2, 3)}
 _UPSAMPLES |= {f"_upsample_nearest_exact{n}d": _without_corners(True, n) for n in (1, 2, 3)}
-_UPSAMPLES |= {f"upsample_{name}{n}d": _with_corners("linear", n) for n, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))}
+_UPSAMPLES |= {
+    f"upsample_{name}{n}d": _with_corners("linear", n)
+    for n, name in ((1, "linear"), (2, "bilinear"), (3, "trilinear"))
+}
 _UPSAMPLES |= {"upsample_bicubic2d": _with_corners("cubic", 2)}
-_UPSAMPLES |= {f"_upsample_{b}{k}2d_aa": _with_corners(f"{k}_aa", 2) for b, k in (("bi", "linear"), ("bi", "cubic"), ("", "lanczos"))}
+_UPSAMPLES |= {
+    f"_upsample_{b}{k}2d_aa": _with_corners(f"{k}_aa", 2)
+    for b, k in (("bi", "linear"), ("bi", "cubic"), ("", "lanczos"))
+}
 for _name, _fn in _UPSAMPLES.items():
     lowering(f"aten.{_name}")(_fn)
     lowering(f"aten.{_name}_backward")(_backward(_fn))
 
 
-# -- sampling at given places ----------------------------------------------------------------------------------------------
+# -- sampling at given places ----------------------------------------------------------------------
 _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)
 
@@ -222,7 +285,9 @@ def _reflect(at: Array, twice_low: int, twice_high: int) -> Array:
 
 
 def _inside(at: Array, size: int, padding_mode: int, align_corners: bool) -> Array:
-    """Places moved into the image as the padding mode says; the derivative is 0 where they were clipped."""
+    """Places moved into the image as the padding mode says; the derivative is 0 where they were
+    clipped.
+    """
     if padding_mode == _ZEROS:
         return at
     if padding_mode == _REFLECTION:
@@ -237,7 +302,9 @@ def _read(x: Array, places: Sequence[Array]) -> Array:
     for at, size in zip(places, x.shape[2:], strict=True):
         valid = valid & (at >= 0) & (at <= size - 1)
         flat = flat * size + jnp.clip(at, 0, size - 1).astype(jnp.int32)
-    values = jax.vmap(lambda image, i: jnp.take(image, i, 1, mode="clip"))(x.reshape(*x.shape[:2], -1), flat)
+    values = jax.vmap(lambda image, i: jnp.take(image, i, 1, mode="clip"))(
+        x.reshape(*x.shape[:2], -1), flat
+    )
     return jnp.where(valid[:, None], values, 0)
 
 
@@ -263,24 +330,51 @@ def _grid_sample(x: Array, grid: Array, mode: int, padding_mode: int, align_corn
             first = -1 if mode == _BICUBIC else 0
             steps = [(low + first + j, weight) for j, weight in enumerate(weights)]
             if mode == _BICUBIC:
-                steps = [(_inside(place, size, padding_mode, align_corners), weight) for place, weight in steps]
-            corners = [([*where, place], total * weight) for where, total in corners for place, weight in steps]
-        y = functools.reduce(lax.add, [_read(x, where) * weight[:, None] for where, weight in corners])
+                steps = [
+                    (_inside(place, size, padding_mode, align_corners), weight)
+                    for place, weight in steps
+                ]
+            corners = [
+                ([*where, place], total * weight)
+                for where, total in corners
+                for place, weight in steps
+            ]
+        y = functools.reduce(
+            lax.add, [_read(x, where) * weight[:, None] for where, weight in corners]
+        )
     return cast(y.reshape(x.shape[0], x.shape[1], *out), dtype)
 
 
 @lowering("aten.grid_sampler_2d", "aten.grid_sampler_3d")
-def aten_grid_sampler(x: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Array:
-    """grid_sampler_2d(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool align_corners) -> Tensor"""
+def aten_grid_sampler(
+    x: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Array:
+    """grid_sampler_2d(Tensor input, Tensor grid, int interpolation_mode, int padding_mode, bool
+    align_corners) -> Tensor
+    """
     return _grid_sample(x, grid, interpolation_mode, padding_mode, bool(align_corners))
 
 
 @lowering("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
 def aten_grid_sampler_backward(
-    grad: Array, x: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool, output_mask: Sequence[bool]
+    grad: Array,
+    x: Array,
+    grid: Array,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
 ) -> tuple[Array | None, Array | None]:
-    """grid_sampler_2d_backward(Tensor grad_output, Tensor input, Tensor grid, int interpolation_mode, int padding_mode,
-    bool align_corners, bool[2] output_mask) -> (Tensor, Tensor)"""
-    pull = varying.vjp(lambda x, grid: _grid_sample(x, grid, interpolation_mode, padding_mode, bool(align_corners)), x, grid)[1]
+    """grid_sampler_2d_backward(Tensor grad_output, Tensor input, Tensor grid, int
+    interpolation_mode, int padding_mode, bool align_corners, bool[2] output_mask) -> (Tensor,
+    Tensor)
+    """
+    pull = varying.vjp(
+        lambda x, grid: _grid_sample(
+            x, grid, interpolation_mode, padding_mode, bool(align_corners)
+        ),
+        x,
+        grid,
+    )[1]
     dx, dgrid = pull(grad)
     return dx if output_mask[0] else None, dgrid

@@ -1,1 +1,3 @@
-"""Operators that reduce dimensions or run along them: sums, norms, cumulative sums, sorting, counting."""
+"""Operators that reduce dimensions or run along them: sums, norms, cumulative sums, sorting,
+counting.
+"""

@@ -1,7 +1,9 @@
-"""Running reductions along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin with indices.
+"""Running reductions along one dimension: cumsum, cumprod, logcumsumexp, cummax and cummin with
+indices.
 
 PyTorch decomposes diff, trapezoid and the backward operators of scans into these.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +15,17 @@ import torch
 from jax import Array, lax
 
 from bridge.lowering.common.loops import scan
-from bridge.lowering.common.promotion import cast, float_dtype, fused, is_complex, is_floating, is_integral, jdtype, opmath, wrap_dim
+from bridge.lowering.common.promotion import (
+    cast,
+    float_dtype,
+    fused,
+    is_complex,
+    is_floating,
+    is_integral,
+    jdtype,
+    opmath,
+    wrap_dim,
+)
 from bridge.lowering.common.provided import any_size
 from bridge.lowering.reductions.reductions import need_order, pick_along
 from bridge.lowering.registry import lowering
@@ -29,25 +41,32 @@ def _scan(x: Array, dim: int, out: np.dtype, scan: Callable[..., Any]) -> Array:
 @lowering("aten.cumsum", apart=())
 def aten_cumsum(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
-    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum)
+    return _scan(
+        self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumsum
+    )
 
 
 @lowering("aten.cumprod", apart=())
 def aten_cumprod(self: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
     """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
-    return _scan(self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod)
+    return _scan(
+        self, dim, jdtype(dtype, np.int64 if is_integral(self) else self.dtype), lax.cumprod
+    )
 
 
 @lowering("aten.logcumsumexp", "aten._logcumsumexp")
 def aten_logcumsumexp(self: Array, dim: int) -> Array:
     """logcumsumexp(Tensor self, int dim) -> Tensor"""
     real = _running_logsumexp_by_steps if any_size() else _running_logsumexp
-    return _scan(self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else real)
+    return _scan(
+        self, dim, float_dtype(self.dtype), _running_complex_logsumexp if is_complex(self) else real
+    )
 
 
 @fused("axis")
 def _running_logsumexp(x: Array, axis: int) -> Array:
-    """The running maximum m plus the log of the running sum of exp(x - m), which rounds once and has the derivative of a weighted mean.
+    """The running maximum m plus the log of the running sum of exp(x - m), which rounds once and
+    has the derivative of a weighted mean.
 
     Only the sum is differentiated: m is a scale on which the result does not depend.
     """
@@ -57,6 +76,7 @@ def _running_logsumexp(x: Array, axis: int) -> Array:
 @fused("axis")
 def _running_logsumexp_by_steps(x: Array, axis: int) -> Array:
     """``_running_logsumexp`` one element after the other: the same operations for all sizes."""
+
     def in_order(join: Callable[..., Any], pairs: tuple[Array, Array]) -> tuple[Array, Array]:
         first, *rest = (jnp.moveaxis(p, axis, 0) for p in pairs)
 
@@ -64,7 +84,10 @@ def _running_logsumexp_by_steps(x: Array, axis: int) -> Array:
             both = join(before, new)
             return both, both
 
-        start = jnp.full(first.shape[1:], jnp.finfo(x.dtype).min, x.dtype), jnp.zeros(first.shape[1:], x.dtype)
+        start = (
+            jnp.full(first.shape[1:], jnp.finfo(x.dtype).min, x.dtype),
+            jnp.zeros(first.shape[1:], x.dtype),
+        )
         top, total = scan(step, start, (first, *rest))[1]
         return jnp.moveaxis(top, 0, axis), jnp.moveaxis(total, 0, axis)
 
@@ -82,12 +105,16 @@ def _joined(x: Array, accumulate: Callable[..., Any]) -> Array:
 
     top, total = accumulate(join, (shift, jnp.exp(x - shift)))
     nothing = total == 0  # only -inf so far: the derivative is 0, as in logsumexp
-    return jnp.where(nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total)))
+    return jnp.where(
+        nothing, -jnp.inf, top + jnp.log(jnp.where(nothing, jnp.ones_like(total), total))
+    )
 
 
 @fused("axis")
 def _running_complex_logsumexp(x: Array, axis: int) -> Array:
-    """One element after the other, as in PyTorch: the imaginary part continues that of the larger term, without wrapping."""
+    """One element after the other, as in PyTorch: the imaginary part continues that of the larger
+    term, without wrapping.
+    """
 
     def join(before: Array, new: Array) -> tuple[Array, Array]:
         later = lax.real(new) >= lax.real(before)
@@ -95,7 +122,11 @@ def _running_complex_logsumexp(x: Array, axis: int) -> Array:
         endless = jnp.isinf(lax.real(big))
         joined = big + jnp.log1p(jnp.exp(jnp.where(endless, 0, small - big)))
         both = lax.real(big) == lax.real(small)
-        joined = jnp.where(endless, jnp.where(lax.real(big) < 0, -jnp.inf, jnp.where(both, complex(jnp.inf, jnp.nan), big)), joined)
+        joined = jnp.where(
+            endless,
+            jnp.where(lax.real(big) < 0, -jnp.inf, jnp.where(both, complex(jnp.inf, jnp.nan), big)),
+            joined,
+        )
         joined = jnp.where(jnp.isnan(before) | jnp.isnan(new), complex(jnp.nan, jnp.nan), joined)
         return joined, joined
 
@@ -105,7 +136,9 @@ def _running_complex_logsumexp(x: Array, axis: int) -> Array:
 
 
 def _running_extremum(x: Array, dim: int, scan: Callable[..., Any]) -> tuple[Array, Array]:
-    """The running extremum and its index: that of the last of equal elements, or of the last NaN if there is one."""
+    """The running extremum and its index: that of the last of equal elements, or of the last NaN if
+    there is one.
+    """
     axis = wrap_dim(dim, x.ndim)
     need_order(x, scan.__name__)
     if not x.ndim:

@@ -1,4 +1,7 @@
-"""Counting operators: histc, histogram and histogramdd, bincount.  They have no derivatives, as in PyTorch."""
+"""Counting operators: histc, histogram and histogramdd, bincount. They have no derivatives, as in
+PyTorch.
+"""
+
 from __future__ import annotations
 
 import math
@@ -22,11 +25,17 @@ def _count(index: Array, valid: Any, weight: Array | None, length: int, dtype: D
     place = jnp.where(valid, index, length)
     if weight is None:
         return cast(jnp.zeros((length,), np.int64).at[place].add(1, mode="drop"), dtype)
-    return jnp.zeros((length,), dtype).at[place].add(cast(lax.stop_gradient(weight), dtype), mode="drop")
+    return (
+        jnp.zeros((length,), dtype)
+        .at[place]
+        .add(cast(lax.stop_gradient(weight), dtype), mode="drop")
+    )
 
 
 def _outer(x: Array, bounds: Sequence[Any] | None, margin: float) -> tuple[Array, Array]:
-    """The outer bounds of the bins: the data's range if none are given; equal bounds are moved apart by a margin."""
+    """The outer bounds of the bins: the data's range if none are given; equal bounds are moved
+    apart by a margin.
+    """
     if bounds is None:
         bounds = (jnp.min(x), jnp.max(x)) if x.size else (0, 1)
     low, high = (jnp.asarray(b, x.dtype) for b in bounds)
@@ -40,19 +49,28 @@ def aten_histc(self: Array, bins: int = 100, min: float = 0, max: float = 0) -> 
     if bins <= 0:
         raise RuntimeError(f"torch.histc(): bins must be > 0, got {bins}")
     if min > max:
-        raise RuntimeError(f"torch.histc(): max must be larger than min, got min={min} and max={max}")
+        raise RuntimeError(
+            f"torch.histc(): max must be larger than min, got min={min} and max={max}"
+        )
     if not is_floating(self):
-        raise NotImplementedError(f"histc: not implemented for {self.dtype}; expected a floating point tensor")
+        raise NotImplementedError(
+            f"histc: not implemented for {self.dtype}; expected a floating point tensor"
+        )
     x = lax.stop_gradient(self).reshape(-1)
     low, high = _outer(x, None if min == max else (min, max), 1.0)
-    refuse(lax.bitwise_not(jnp.isfinite(low) & jnp.isfinite(high)), "torch.histc: the range of the data is not finite")
+    refuse(
+        lax.bitwise_not(jnp.isfinite(low) & jnp.isfinite(high)),
+        "torch.histc: the range of the data is not finite",
+    )
     place = jnp.minimum(lax.floor((x - low) * bins / (high - low)), bins - 1)
     valid = (x >= low) & (x <= high)
     return _count(cast(jnp.where(valid, place, 0), np.int32), valid, None, bins, self.dtype)
 
 
 def _histogram(points: Array, edges: list[Any], weight: Array | None, density: bool) -> Array:
-    """Histogram of points (N, D) with bins between the edges of each of the D dimensions; the last bin is closed."""
+    """Histogram of points (N, D) with bins between the edges of each of the D dimensions; the last
+    bin is closed.
+    """
     sizes = [e.shape[0] - 1 for e in edges]
     flat, valid = jnp.zeros(points.shape[:1], np.int32), jnp.ones(points.shape[:1], np.bool_)
     for d, (edge, size) in enumerate(zip(edges, sizes, strict=True)):
@@ -77,45 +95,79 @@ def _even_edges(x: Array, bins: int, bounds: Sequence[float] | None) -> Array:
 
 @lowering("aten._histogramdd_bin_edges")
 def aten_histogramdd_bin_edges(
-    self: Array, bins: Sequence[int], *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+    self: Array,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
 ) -> list[Array]:
-    """_histogramdd_bin_edges(Tensor self, int[] bins, *, float[]? range=None, Tensor? weight=None, bool density=False) -> Tensor[]"""
+    """_histogramdd_bin_edges(Tensor self, int[] bins, *, float[]? range=None, Tensor? weight=None,
+    bool density=False) -> Tensor[]
+    """
     points = lax.stop_gradient(self).reshape(-1, self.shape[-1])
     if len(bins) != points.shape[1]:
-        raise RuntimeError(f"histogramdd: expected {points.shape[1]} sequences of bin edges, one for each dimension, got {len(bins)}")
-    return [_even_edges(points[:, d], n, range[2 * d : 2 * d + 2] if range else None) for d, n in enumerate(bins)]
+        raise RuntimeError(
+            f"histogramdd: expected {points.shape[1]} sequences of bin edges, one for each "
+            f"dimension, got {len(bins)}"
+        )
+    return [
+        _even_edges(points[:, d], n, range[2 * d : 2 * d + 2] if range else None)
+        for d, n in enumerate(bins)
+    ]
 
 
 @lowering("aten._histogramdd_from_bin_cts")
 def aten_histogramdd_from_bin_cts(
-    self: Array, bins: Sequence[int], *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+    self: Array,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
 ) -> Array:
-    """_histogramdd_from_bin_cts(Tensor self, int[] bins, *, float[]? range=None, Tensor? weight=None, bool density=False) -> Tensor"""
+    """_histogramdd_from_bin_cts(Tensor self, int[] bins, *, float[]? range=None, Tensor?
+    weight=None, bool density=False) -> Tensor
+    """
     return aten_histogramdd_from_bin_tensors(
         self, aten_histogramdd_bin_edges(self, bins, range=range), weight=weight, density=density
     )
 
 
 @lowering("aten._histogramdd_from_bin_tensors")
-def aten_histogramdd_from_bin_tensors(self: Array, bins: list[Any], *, weight: Array | None = None, density: bool = False) -> Array:
-    """_histogramdd_from_bin_tensors(Tensor self, Tensor[] bins, *, Tensor? weight=None, bool density=False) -> Tensor"""
+def aten_histogramdd_from_bin_tensors(
+    self: Array, bins: list[Any], *, weight: Array | None = None, density: bool = False
+) -> Array:
+    """_histogramdd_from_bin_tensors(Tensor self, Tensor[] bins, *, Tensor? weight=None, bool
+    density=False) -> Tensor
+    """
     return _histogram(lax.stop_gradient(self).reshape(-1, self.shape[-1]), bins, weight, density)
 
 
 @lowering("aten.histogram.bin_ct")
 def aten_histogram(
-    self: Array, bins: int = 100, *, range: Sequence[float] | None = None, weight: Array | None = None, density: bool = False
+    self: Array,
+    bins: int = 100,
+    *,
+    range: Sequence[float] | None = None,
+    weight: Array | None = None,
+    density: bool = False,
 ) -> tuple[Array, Array]:
-    """histogram.bin_ct(Tensor self, int bins=100, *, float[]? range=None, Tensor? weight=None, bool density=False)
-    -> (Tensor hist, Tensor bin_edges)"""
+    """histogram.bin_ct(Tensor self, int bins=100, *, float[]? range=None, Tensor? weight=None, bool
+    density=False) -> (Tensor hist, Tensor bin_edges)
+    """
     points = lax.stop_gradient(self).reshape(-1, 1)
     edges = _even_edges(points[:, 0], bins, range or None)
     return _histogram(points, [edges], weight, density), edges
 
 
 @lowering("aten.histogram.bins_tensor")
-def aten_histogram_bins(self: Array, bins: Array, *, weight: Array | None = None, density: bool = False) -> tuple[Array, Array]:
-    """histogram.bins_tensor(Tensor self, Tensor bins, *, Tensor? weight=None, bool density=False) -> (Tensor hist, Tensor bin_edges)"""
+def aten_histogram_bins(
+    self: Array, bins: Array, *, weight: Array | None = None, density: bool = False
+) -> tuple[Array, Array]:
+    """histogram.bins_tensor(Tensor self, Tensor bins, *, Tensor? weight=None, bool
+    density=False) -> (Tensor hist, Tensor bin_edges)
+    """
     return _histogram(lax.stop_gradient(self).reshape(-1, 1), [bins], weight, density), bins
 
 
@@ -126,13 +178,23 @@ def aten_bincount(self: Array, weights: Array | None = None, minlength: int = 0)
     if minlength < 0:
         raise RuntimeError(f"minlength should be >= 0, got {minlength}")
     if self.ndim != 1 or not is_integral(self):
-        raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got shape {self.shape} of {self.dtype}")
+        raise RuntimeError(
+            "bincount only supports 1-d non-negative integral inputs, got "
+            f"shape {self.shape} of {self.dtype}"
+        )
     if weights is not None and weights.shape != self.shape:
-        raise RuntimeError(f"weights should be 1-d and have the same length as input, got {weights.shape} for {self.shape}")
+        raise RuntimeError(
+            "weights should be 1-d and have the same length as input, got "
+            f"{weights.shape} for {self.shape}"
+        )
     if self.size == 0:
         return jnp.zeros((minlength,), np.int64)
     values = concrete(self)  # the length of the result depends on them
     if values.min() < 0:
-        raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got {values.min()}")
-    dtype = np.int64 if weights is None else np.float32 if weights.dtype == np.float32 else np.float64
+        raise RuntimeError(
+            f"bincount only supports 1-d non-negative integral inputs, got {values.min()}"
+        )
+    dtype = (
+        np.int64 if weights is None else np.float32 if weights.dtype == np.float32 else np.float64
+    )
     return _count(self, True, weights, max(int(values.max()) + 1, minlength), dtype)

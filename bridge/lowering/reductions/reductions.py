@@ -1,8 +1,10 @@
-"""Reductions over dimensions: sums, products, extrema and their positions, any/all, variance, logsumexp.
+"""Reductions over dimensions: sums, products, extrema and their positions, any/all, variance,
+logsumexp.
 
-Low precision is accumulated in float32 and integer sums in int64, as PyTorch does.  Norms and distances live in norms.py,
-order statistics in sorting.py, cumulative ones in cumulative.py.
+Low precision is accumulated in float32 and integer sums in int64, as PyTorch does. Norms and
+distances live in norms.py, order statistics in sorting.py, cumulative ones in cumulative.py.
 """
+
 from __future__ import annotations
 
 import functools
@@ -48,25 +50,39 @@ def total(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def pick(x: Array, index: Array, axis: int) -> Array:
-    """x[..., index[...], ...]: one element along axis for each position of the other dimensions, which are those of index."""
+    """x[..., index[...], ...]: one element along axis for each position of the other dimensions,
+    which are those of index.
+    """
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
-        operand_batching_dims=others, start_indices_batching_dims=tuple(range(x.ndim - 1)),
-    )  # fmt: skip
+        offset_dims=(),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+        operand_batching_dims=others,
+        start_indices_batching_dims=tuple(range(x.ndim - 1)),
+    )
     start = lax.expand_dims(index, (index.ndim,))
-    return lax.gather(x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return lax.gather(
+        x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )
 
 
 def pick_along(x: Array, index: Array, axis: int) -> Array:
-    """take_along_axis for indices known to be in bounds; index has the shape of x, except for its length along axis."""
+    """take_along_axis for indices known to be in bounds; index has the shape of x, except for its
+    length along axis.
+    """
     others = tuple(a for a in range(x.ndim) if a != axis)
     numbers = lax.GatherDimensionNumbers(
-        offset_dims=(), collapsed_slice_dims=(axis,), start_index_map=(axis,),
-        operand_batching_dims=others, start_indices_batching_dims=others,
-    )  # fmt: skip
+        offset_dims=(),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+        operand_batching_dims=others,
+        start_indices_batching_dims=others,
+    )
     start = lax.expand_dims(index, (index.ndim,))
-    return lax.gather(x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return lax.gather(
+        x, start, numbers, (1,) * x.ndim, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -75,31 +91,42 @@ def _with_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:
 
 
 @_with_ties.defjvp
-def _with_ties_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _with_ties_jvp(
+    axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     (x, value), (tangent, _) = primals, tangents
     full = lax.expand_dims(value, axes)
     hit = (x == full) | (jnp.isnan(x) & jnp.isnan(full))
-    return _with_ties(x, value, axes), total(jnp.where(hit, tangent, 0), axes) / total(cast(hit, x.dtype), axes)
+    return _with_ties(x, value, axes), total(jnp.where(hit, tangent, 0), axes) / total(
+        cast(hit, x.dtype), axes
+    )
 
 
 def spread_ties(x: Array, value: Array, axes: tuple[int, ...]) -> Array:
-    """value, an extremum or median of x over axes; the elements equal to it (NaN to NaN) share its derivative evenly."""
+    """value, an extremum or median of x over axes; the elements equal to it (NaN to NaN) share its
+    derivative evenly.
+    """
     return _with_ties(x, lax.stop_gradient(value), axes) if is_floating(x) else value
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _peak(x: Array, axes: tuple[int, ...], largest: bool) -> Array:
-    """The extremum; the elements equal to it share its derivative evenly, and all derivatives are NaN if it is NaN."""
+    """The extremum; the elements equal to it share its derivative evenly, and all derivatives are
+    NaN if it is NaN.
+    """
     return (lax.reduce_max if largest else lax.reduce_min)(x, axes)
 
 
 @_peak.defjvp
-def _peak_jvp(axes: tuple[int, ...], largest: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _peak_jvp(
+    axes: tuple[int, ...], largest: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     (x,), (tangent,) = primals, tangents
     value = _peak(x, axes, largest)
     full = lax.expand_dims(value, axes)
     hit = cast(x == full, opmath(x.dtype))
-    # 0 / 0 would be NaN too, but XLA turns a product with a converted bool into a selection, which makes 0 * NaN 0
+    # 0 / 0 would be NaN too, but XLA turns a product with a converted bool into a selection, which
+    # makes 0 * NaN 0
     share = jnp.where(jnp.isnan(full), jnp.nan, hit / lax.expand_dims(total(hit, axes), axes))
     return value, total(tangent * cast(share, x.dtype), axes)
 
@@ -115,7 +142,8 @@ def need_any_element(x: Array, name: str) -> None:
     """Raise it for a reduction over all of x."""
     if x.size == 0:
         raise RuntimeError(
-            f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with the 'dim' argument."
+            f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the "
+            "reduction dim with the 'dim' argument."
         )
 
 
@@ -124,8 +152,16 @@ def _sum_dtype(x: Array, dtype: torch.dtype | None) -> np.dtype:
 
 
 @lowering("aten.sum", "aten.sum.dim_IntList")
-def aten_sum(self: Array, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
-    """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+def aten_sum(
+    self: Array,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Array:
+    """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) ->
+    Tensor
+    """
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
     if out == np.bool_:
         return restore(lax.reduce_or(cast(self, out), axes), axes, keepdim)
@@ -133,21 +169,34 @@ def aten_sum(self: Array, dim: Sequence[int] | None = None, keepdim: bool = Fals
 
 
 @lowering("aten.mean", "aten.mean.dim")
-def aten_mean(self: Array, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
-    """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+def aten_mean(
+    self: Array,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Array:
+    """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *,
+    ScalarType? dtype=None) -> Tensor
+    """
     out, axes = jdtype(dtype, self.dtype), wrap_dims(dim, self.ndim)
     if is_integral(out):
         what = "Input dtype" if dtype is None else "Optional dtype"
         raise RuntimeError(
-            f"mean(): could not infer output dtype. {what} must be either a floating point or complex dtype. Got: {out}"
+            f"mean(): could not infer output dtype. {what} must be either a floating point or "
+            f"complex dtype. Got: {out}"
         )
     summed = total(cast(self, opmath(out)), axes)
     return restore(cast(summed / float(size_of(self, axes)), out), axes, keepdim)
 
 
 @lowering("aten.prod", "aten.prod.dim_int")
-def aten_prod(self: Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
-    """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+def aten_prod(
+    self: Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
+    """prod.dim_int(Tensor self, int dim, bool keepdim=False, *,
+    ScalarType? dtype=None) -> Tensor
+    """
     out, axes = _sum_dtype(self, dtype), wrap_dims(dim, self.ndim)
     if out == np.bool_:
         return restore(lax.reduce_and(cast(self, out), axes), axes, keepdim)
@@ -158,7 +207,9 @@ def aten_prod(self: Array, dim: int | None = None, keepdim: bool = False, *, dty
 
 
 def _product(x: Array, axes: tuple[int, ...]) -> Array:
-    """Product over axes.  If no factor is 0, its derivative is the result over each factor, as in PyTorch: a NaN makes all of it NaN."""
+    """Product over axes. If no factor is 0, its derivative is the result over each factor, as in
+    PyTorch: a NaN makes all of it NaN.
+    """
     out = lax.reduce_prod(x, axes)
     spoilt = lax.stop_gradient(jnp.isnan(out) & jnp.all(x != 0))
     return jnp.where(spoilt, total(x, axes) * jnp.where(spoilt, np.nan, 0).astype(x.dtype), out)
@@ -192,11 +243,16 @@ def aten_amin(self: Array, dim: Sequence[int] = (), keepdim: bool = False) -> Ar
 
 
 @lowering("aten.aminmax", exact_out=True)
-def aten_aminmax(self: Array, *, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
+def aten_aminmax(
+    self: Array, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[Array, Array]:
     """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
     axes = wrap_dims(dim, self.ndim)
     if dim is None and self.size == 0:
-        raise RuntimeError("aminmax(): cannot compute aminmax over an empty dimension as the operation has no identity.")
+        raise RuntimeError(
+            "aminmax(): cannot compute aminmax over an empty dimension as the "
+            "operation has no identity."
+        )
     need_elements(self, axes, "aminmax")
     return _extremum(self, axes, keepdim, "amin"), _extremum(self, axes, keepdim, "amax")
 
@@ -236,7 +292,9 @@ def _extremum_dim(x: Array, dim: int, keepdim: bool, name: str) -> tuple[Array, 
         return x, jnp.zeros((), np.int64)
     need_elements(x, (axis,), name)
     index = _position(x, axis, name == "max")
-    return restore(pick(x, index, axis), (axis,), keepdim), restore(cast(index, np.int64), (axis,), keepdim)
+    return restore(pick(x, index, axis), (axis,), keepdim), restore(
+        cast(index, np.int64), (axis,), keepdim
+    )
 
 
 @lowering("aten.max.dim")
@@ -255,7 +313,9 @@ def _arg_extremum(x: Array, dim: int | None, keepdim: bool, name: str) -> Array:
     need_order(x, name)
     if dim is None:
         if x.size == 0:
-            raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
+            raise IndexError(
+                f"{name}(): Expected reduction dim to be specified for input.numel() == 0."
+            )
         index = _position(lax.reshape(x, (x.size,)), 0, name == "argmax")
         return restore(cast(index, np.int64), tuple(range(x.ndim)), keepdim)
     axis = wrap_dim(dim, x.ndim)
@@ -282,7 +342,9 @@ def truth(x: Array) -> Array:
     return x if x.dtype == np.bool_ else x != 0
 
 
-def _logical(x: Array, dim: int | Sequence[int] | None, keepdim: bool, reduce: Callable[..., Any]) -> Array:
+def _logical(
+    x: Array, dim: int | Sequence[int] | None, keepdim: bool, reduce: Callable[..., Any]
+) -> Array:
     # an empty list of dims means none here, not all: any.dims(x, []) is x as bool
     axes = () if isinstance(dim, list | tuple) and not dim else wrap_dims(dim, x.ndim)
     result = restore(reduce(truth(x), axes) if axes else truth(x), axes, keepdim)
@@ -308,8 +370,12 @@ def aten_is_any_true(self: Array) -> Array:
 
 
 @lowering("aten.allclose")
-def aten_allclose(self: Array, other: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool equal_nan=False) -> bool"""
+def aten_allclose(
+    self: Array, other: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    """allclose(Tensor self, Tensor other, float rtol=1e-05, float atol=1e-08, bool
+    equal_nan=False) -> bool
+    """
     mine, theirs = (concrete(cast(x, opmath(x.dtype))) for x in (self, other))
     return bool(np.allclose(mine, theirs, rtol, atol, equal_nan))
 
@@ -321,7 +387,9 @@ def aten_count_nonzero(self: Array, dim: int | Sequence[int] | None = None) -> A
 
 
 @lowering("aten.hash_tensor")
-def aten_hash_tensor(self: Array, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0) -> Array:
+def aten_hash_tensor(
+    self: Array, dim: Sequence[int] = (), *, keepdim: bool = False, mode: int = 0
+) -> Array:
     """hash_tensor(Tensor self, int[1] dim=[], *, bool keepdim=False, int mode=0) -> Tensor"""
     if mode != 0:
         raise RuntimeError(f"hash_tensor: unknown mode {mode}; 0, for xor, is the only one")
@@ -334,7 +402,9 @@ def aten_hash_tensor(self: Array, dim: Sequence[int] = (), *, keepdim: bool = Fa
 
 
 def sqrt_or_zero(x: Array) -> Array:
-    """Square root with derivative 0 at 0, at every order (PyTorch's subgradient of std and norms)."""
+    """Square root with derivative 0 at 0, at every order (PyTorch's subgradient
+    of std and norms).
+    """
     zero = x == 0
     return jnp.where(zero, 0, lax.sqrt(jnp.where(zero, 1, x)))
 
@@ -346,48 +416,82 @@ def abs_square(x: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _sum_of_squares(x: Array, mean: Array, axes: tuple[int, ...]) -> Array:
-    """Sum of the squared differences from the mean over axes, which has no derivative in the mean, because those differences sum to 0."""
+    """Sum of the squared differences from the mean over axes, which has no derivative in the mean,
+    because those differences sum to 0.
+    """
     return total(abs_square(x - mean), axes)
 
 
 @_sum_of_squares.defjvp
-def _sum_of_squares_jvp(axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _sum_of_squares_jvp(
+    axes: tuple[int, ...], primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
     (x, mean), change = primals, tangents[0]
     apart = lax.conj(x - mean) if is_complex(x) else x - mean
     slope = 2 * apart * change
     return _sum_of_squares(x, mean, axes), total(lax.real(slope) if is_complex(x) else slope, axes)
 
 
-def _moments(x: Array, dim: Sequence[int], correction: float | None, keepdim: bool) -> tuple[Array, Array]:
-    """Variance and mean in the accumulation dtype, in two passes: the mean, then the mean square of the differences from it."""
+def _moments(
+    x: Array, dim: Sequence[int], correction: float | None, keepdim: bool
+) -> tuple[Array, Array]:
+    """Variance and mean in the accumulation dtype, in two passes: the mean, then the mean square of
+    the differences from it.
+    """
     if is_integral(x):
-        raise RuntimeError(f"std and var only support floating point and complex dtypes, got {x.dtype}")
+        raise RuntimeError(
+            f"std and var only support floating point and complex dtypes, got {x.dtype}"
+        )
     axes = wrap_dims(dim, x.ndim)
     x = cast(x, opmath(x.dtype))
     count = size_of(x, axes)
     mean = restore(total(x, axes) / float(count), axes, True)
     freedom = max(count - (1 if correction is None else correction), 0)
     variance = _sum_of_squares(x, mean, axes) / float(freedom)
-    return restore(variance, axes, keepdim), mean if keepdim or not axes else lax.squeeze(mean, axes)
+    return restore(variance, axes, keepdim), mean if keepdim or not axes else lax.squeeze(
+        mean, axes
+    )
 
 
 @lowering("aten.var.correction")
-def aten_var(self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
-    """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+def aten_var(
+    self: Array,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Array:
+    """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool
+    keepdim=False) -> Tensor
+    """
     return aten_var_mean(self, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @lowering("aten.std.correction")
-def aten_std(self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
-    """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+def aten_std(
+    self: Array,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Array:
+    """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool
+    keepdim=False) -> Tensor
+    """
     return cast(sqrt_or_zero(_moments(self, dim, correction, keepdim)[0]), real_dtype(self.dtype))
 
 
 @lowering("aten.var_mean.correction")
 def aten_var_mean(
-    self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    self: Array,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
 ) -> tuple[Array, Array]:
-    """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool
+    keepdim=False) -> (Tensor, Tensor)
+    """
     variance, mean = _moments(self, dim, correction, keepdim)
     if self.size == 0:  # over no elements the mean is NaN, a constant
         variance = lax.stop_gradient(variance)
@@ -396,9 +500,15 @@ def aten_var_mean(
 
 @lowering("aten.std_mean.correction")
 def aten_std_mean(
-    self: Array, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+    self: Array,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
 ) -> tuple[Array, Array]:
-    """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool
+    keepdim=False) -> (Tensor, Tensor)
+    """
     variance, mean = _moments(self, dim, correction, keepdim)
     return cast(sqrt_or_zero(variance), real_dtype(self.dtype)), cast(mean, self.dtype)
 
@@ -408,11 +518,13 @@ def aten_logsumexp(self: Array, dim: Sequence[int], keepdim: bool = False) -> Ar
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
     out, axes = float_dtype(self.dtype), wrap_dims(dim, self.ndim)
     x = cast(self, opmath(out))
-    if not axes and not is_complex(x):  # the imaginary part of a complex one is wrapped into (-pi, pi] below
+    # the imaginary part of a complex one is wrapped into (-pi, pi] below
+    if not axes and not is_complex(x):
         return cast(self, out)
     if size_of(x, axes) == 0:
         return restore(cast(lax.log(total(x, axes)), out), axes, keepdim)
-    # the shift cancels in exact arithmetic, so it needs no derivative; an infinite shift would give inf - inf = NaN
+    # the shift cancels in exact arithmetic, so it needs no derivative; an infinite shift would give
+    # inf - inf = NaN
     peak = lax.stop_gradient(lax.reduce_max(lax.real(x) if is_complex(x) else x, axes))
     peak = jnp.where(jnp.isfinite(peak), peak, 0)
     summed = total(lax.exp(x - lax.expand_dims(peak, axes)), axes)

@@ -1,1 +1,3 @@
-"""Special functions: error functions, the gamma family, Bessel functions, orthogonal polynomials."""
+"""Special functions: error functions, the gamma family, Bessel functions,
+orthogonal polynomials.
+"""

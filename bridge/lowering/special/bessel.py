@@ -1,7 +1,10 @@
-"""Bessel functions (first and second kind, modified, exponentially scaled, spherical) and the Airy function.
+"""Bessel functions (first and second kind, modified, exponentially scaled, spherical) and the Airy
+function.
 
-J, Y and K are a Chebyshev expansion near zero and one of the asymptotic modulus beyond (Abramowitz and Stegun, 9.2 and 9.7); I is JAX's.
+J, Y and K are a Chebyshev expansion near zero and one of the asymptotic modulus beyond (Abramowitz
+and Stegun, 9.2 and 9.7); I is JAX's.
 """
+
 from __future__ import annotations
 
 import math
@@ -11,7 +14,15 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from bridge.lowering.common.builders import affine, choose, define_slopes, like, number, scaled, unary
+from bridge.lowering.common.builders import (
+    affine,
+    choose,
+    define_slopes,
+    like,
+    number,
+    scaled,
+    unary,
+)
 from bridge.lowering.elementwise.unary import sign
 from bridge.lowering.registry import lowering
 from bridge.lowering.special import chebyshev_tables as tables
@@ -22,22 +33,39 @@ def _below(x: Array, bound: float) -> Array:
     return lax.lt(x, number(bound, x.dtype))
 
 
-def _piecewise(left: Callable[..., Any], inside_left: Array, right: Callable[..., Any], x: Array, middle: float) -> Array:
-    """left(x) if inside_left, else right(x); each gets only arguments of its own range, so that no NaN reaches a derivative."""
-    return lax.select_n(inside_left, right(choose(inside_left, middle, x)), left(choose(inside_left, x, like(middle, x))))
+def _piecewise(
+    left: Callable[..., Any], inside_left: Array, right: Callable[..., Any], x: Array, middle: float
+) -> Array:
+    """left(x) if inside_left, else right(x); each gets only arguments of its own range, so that no
+    NaN reaches a derivative.
+    """
+    return lax.select_n(
+        inside_left,
+        right(choose(inside_left, middle, x)),
+        left(choose(inside_left, x, like(middle, x))),
+    )
 
 
-# -- J and Y ----------------------------------------------------------------------------------------------------------
+# -- J and Y ---------------------------------------------------------------------------------------
 def _wave(x: Array, order: int, second_kind: bool) -> Array:
-    """sqrt(2 / (pi x)) (P cos(c) - Q sin(c)) for J, (P sin(c) + Q cos(c)) for Y, c = x - (order/2 + 1/4) pi; x >= 8."""
-    p_table, q_table = ((tables.P0_LARGE, tables.Q0_LARGE), (tables.P1_LARGE, tables.Q1_LARGE))[order]
+    """sqrt(2 / (pi x)) (P cos(c) - Q sin(c)) for J, (P sin(c) + Q cos(c)) for Y, c = x - (order/2 +
+    1/4) pi; x >= 8.
+    """
+    p_table, q_table = ((tables.P0_LARGE, tables.Q0_LARGE), (tables.P1_LARGE, tables.Q1_LARGE))[
+        order
+    ]
     t = affine(lax.div(like(128, x), lax.mul(x, x)), 1, -1)
     p, q = clenshaw(p_table, t), lax.div(clenshaw(q_table, t), x)
-    # sin and cos of x minus an odd multiple of pi/4 by the sum formula, because subtracting it from a large x would round
+    # sin and cos of x minus an odd multiple of pi/4 by the sum formula, because subtracting it from
+    # a large x would round
     sine, cosine, root = lax.sin(x), lax.cos(x), math.sqrt(0.5)
     total, difference = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
     c_cos, c_sin = (total, difference) if order == 0 else (difference, lax.neg(total))
-    wave = lax.add(lax.mul(p, c_sin), lax.mul(q, c_cos)) if second_kind else lax.sub(lax.mul(p, c_cos), lax.mul(q, c_sin))
+    wave = (
+        lax.add(lax.mul(p, c_sin), lax.mul(q, c_cos))
+        if second_kind
+        else lax.sub(lax.mul(p, c_cos), lax.mul(q, c_sin))
+    )
     return lax.mul(lax.sqrt(lax.div(like(2 / math.pi, x), x)), wave)
 
 
@@ -52,23 +80,44 @@ def _finite_or(x: Array, at_infinity: float, value: Array) -> Array:
 @jax.custom_jvp
 def _j0(x: Array) -> Array:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
-    y = _piecewise(lambda s: _near_zero(tables.J0_SMALL, s), _below(size, 8), lambda s: _wave(s, 0, False), size, 8)
+    y = _piecewise(
+        lambda s: _near_zero(tables.J0_SMALL, s),
+        _below(size, 8),
+        lambda s: _wave(s, 0, False),
+        size,
+        8,
+    )
     return _finite_or(x, math.nan, y)
 
 
 @jax.custom_jvp
 def _j1(x: Array) -> Array:
     size = choose(lax.eq(lax.abs(x), number(math.inf, x.dtype)), 1, lax.abs(x))
-    y = _piecewise(lambda s: lax.mul(s, _near_zero(tables.J1_SMALL, s)), _below(size, 8), lambda s: _wave(s, 1, False), size, 8)
-    return _finite_or(x, math.nan, choose(lax.eq(x, number(0, x.dtype)), x, lax.select_n(_below(x, 0), y, lax.neg(y))))
+    y = _piecewise(
+        lambda s: lax.mul(s, _near_zero(tables.J1_SMALL, s)),
+        _below(size, 8),
+        lambda s: _wave(s, 1, False),
+        size,
+        8,
+    )
+    return _finite_or(
+        x,
+        math.nan,
+        choose(lax.eq(x, number(0, x.dtype)), x, lax.select_n(_below(x, 0), y, lax.neg(y))),
+    )
 
 
 def _y0_near_zero(x: Array) -> Array:
-    return lax.add(_near_zero(tables.Y0_SMALL, x), lax.mul(scaled(lax.log(x), 2 / math.pi), _near_zero(tables.J0_SMALL, x)))
+    return lax.add(
+        _near_zero(tables.Y0_SMALL, x),
+        lax.mul(scaled(lax.log(x), 2 / math.pi), _near_zero(tables.J0_SMALL, x)),
+    )
 
 
 def _y1_near_zero(x: Array) -> Array:
-    singular = lax.sub(lax.mul(lax.log(x), lax.mul(x, _near_zero(tables.J1_SMALL, x))), lax.div(like(1, x), x))
+    singular = lax.sub(
+        lax.mul(lax.log(x), lax.mul(x, _near_zero(tables.J1_SMALL, x))), lax.div(like(1, x), x)
+    )
     return lax.add(lax.mul(x, _near_zero(tables.Y1_SMALL, x)), scaled(singular, 2 / math.pi))
 
 
@@ -83,25 +132,33 @@ def _second_kind(near_zero: Callable[..., Any], order: int) -> Callable[..., Any
     return function
 
 
-# -- K ----------------------------------------------------------------------------------------------------------------
+# -- K ---------------------------------------------------------------------------------------------
 def _modified_near_zero(table: tables.Table, x: Array) -> Array:
     return clenshaw(table, affine(lax.mul(x, x), 0.5, -1))
 
 
 def _log_of_half(x: Array) -> Array:
-    return lax.sub(lax.log(x), number(math.log(2), x.dtype))  # half the least normal number would be 0
+    # half the least normal number would be 0
+    return lax.sub(lax.log(x), number(math.log(2), x.dtype))
 
 
 def _k0_near_zero(x: Array) -> Array:
-    return lax.sub(_modified_near_zero(tables.K0_SMALL, x), lax.mul(_log_of_half(x), _modified_near_zero(tables.I0_SMALL, x)))
+    return lax.sub(
+        _modified_near_zero(tables.K0_SMALL, x),
+        lax.mul(_log_of_half(x), _modified_near_zero(tables.I0_SMALL, x)),
+    )
 
 
 def _k1_near_zero(x: Array) -> Array:
     i1 = lax.mul(x, _modified_near_zero(tables.I1_SMALL, x))
-    return lax.add(lax.mul(_log_of_half(x), i1), lax.div(_modified_near_zero(tables.K1_SMALL, x), x))
+    return lax.add(
+        lax.mul(_log_of_half(x), i1), lax.div(_modified_near_zero(tables.K1_SMALL, x), x)
+    )
 
 
-def _third_kind(near_zero: Callable[..., Any], table: tables.Table, scaled: bool) -> Callable[..., Any]:
+def _third_kind(
+    near_zero: Callable[..., Any], table: tables.Table, scaled: bool
+) -> Callable[..., Any]:
     """K, or exp(x) K(x) if scaled."""
 
     def small(x: Array) -> Array:
@@ -119,7 +176,7 @@ def _third_kind(near_zero: Callable[..., Any], table: tables.Table, scaled: bool
     return function
 
 
-# -- I ----------------------------------------------------------------------------------------------------------------
+# -- I ---------------------------------------------------------------------------------------------
 @jax.custom_jvp
 def _i0e(x: Array) -> Array:
     return lax.bessel_i0e(x)
@@ -151,12 +208,21 @@ def _spherical_j0(x: Array) -> Array:
     return lax.select_n(small, _finite_or(x, 0, lax.div(lax.sin(far), far)), series)
 
 
-_y0, _y1 = jax.custom_jvp(_second_kind(_y0_near_zero, 0)), jax.custom_jvp(_second_kind(_y1_near_zero, 1))
-_k0, _k1 = (jax.custom_jvp(_third_kind(*parts, False)) for parts in ((_k0_near_zero, tables.K0_LARGE), (_k1_near_zero, tables.K1_LARGE)))
-_k0e, _k1e = (jax.custom_jvp(_third_kind(*parts, True)) for parts in ((_k0_near_zero, tables.K0_LARGE), (_k1_near_zero, tables.K1_LARGE)))
+_y0, _y1 = (
+    jax.custom_jvp(_second_kind(_y0_near_zero, 0)),
+    jax.custom_jvp(_second_kind(_y1_near_zero, 1)),
+)
+_k0, _k1 = (
+    jax.custom_jvp(_third_kind(*parts, False))
+    for parts in ((_k0_near_zero, tables.K0_LARGE), (_k1_near_zero, tables.K1_LARGE))
+)
+_k0e, _k1e = (
+    jax.custom_jvp(_third_kind(*parts, True))
+    for parts in ((_k0_near_zero, tables.K0_LARGE), (_k1_near_zero, tables.K1_LARGE))
+)
 
 
-# -- derivatives (Abramowitz and Stegun, 9.1.28 and 9.6.27) -----------------------------------------------------------
+# -- derivatives (Abramowitz and Stegun, 9.1.28 and 9.6.27) ----------------------------------------
 def _over(y: Array, x: Array, at_zero: float) -> Array:
     zero = lax.eq(x, number(0, x.dtype))
     return choose(zero, at_zero, lax.div(y, choose(zero, 1, x)))
@@ -183,17 +249,24 @@ for _function, _slope in _SLOPES.items():
     define_slopes(_function, _slope)
 
 
-# -- Airy -------------------------------------------------------------------------------------------------------------
+# -- Airy ------------------------------------------------------------------------------------------
 def _airy_ai(x: Array) -> Array:
-    """Ai: an expansion on [-4, 2], decaying beyond, a wave below (Abramowitz and Stegun, 10.4.59 and 10.4.60)."""
+    """Ai: an expansion on [-4, 2], decaying beyond, a wave below (Abramowitz and Stegun, 10.4.59
+    and 10.4.60).
+    """
 
     def zeta(z: Array) -> Array:
         return scaled(lax.mul(z, lax.sqrt(z)), 2 / 3)
 
     def right(z: Array) -> Array:
         exponent = zeta(z)
-        y = clenshaw(tables.AIRY_RIGHT, affine(lax.div(like(2 * (2 / 3) * 2**1.5, z), exponent), 1, -1))
-        return lax.div(lax.mul(y, lax.exp(lax.neg(exponent))), scaled(lax.sqrt(lax.sqrt(z)), 2 * math.sqrt(math.pi)))
+        y = clenshaw(
+            tables.AIRY_RIGHT, affine(lax.div(like(2 * (2 / 3) * 2**1.5, z), exponent), 1, -1)
+        )
+        return lax.div(
+            lax.mul(y, lax.exp(lax.neg(exponent))),
+            scaled(lax.sqrt(lax.sqrt(z)), 2 * math.sqrt(math.pi)),
+        )
 
     def left(z: Array) -> Array:
         angle = zeta(z)
@@ -202,7 +275,10 @@ def _airy_ai(x: Array) -> Array:
         p, q = clenshaw(tables.AIRY_LEFT_P, t), lax.div(clenshaw(tables.AIRY_LEFT_Q, t), angle)
         sine, cosine, root = lax.sin(angle), lax.cos(angle), math.sqrt(0.5)
         c_cos, c_sin = scaled(lax.add(sine, cosine), root), scaled(lax.sub(sine, cosine), root)
-        return lax.div(lax.add(lax.mul(p, c_cos), lax.mul(q, c_sin)), scaled(lax.sqrt(lax.sqrt(z)), math.sqrt(math.pi)))
+        return lax.div(
+            lax.add(lax.mul(p, c_cos), lax.mul(q, c_sin)),
+            scaled(lax.sqrt(lax.sqrt(z)), math.sqrt(math.pi)),
+        )
 
     def middle(z: Array) -> Array:
         return clenshaw(tables.AIRY_MIDDLE, affine(z, 1 / 3, 1 / 3))

@@ -1,8 +1,10 @@
-"""Special functions: error functions and the normal distribution, entropy-like products, logit, sinc.
+"""Special functions: error functions and the normal distribution, entropy-like products, logit,
+sinc.
 
-The gamma family and zeta are in gamma.py, Bessel and Airy functions in bessel.py, orthogonal polynomials in
-polynomials.py.
+The gamma family and zeta are in gamma.py, Bessel and Airy functions in bessel.py, orthogonal
+polynomials in polynomials.py.
 """
+
 from __future__ import annotations
 
 import functools
@@ -16,17 +18,28 @@ import jax.scipy.special as jsp
 from jax import Array, lax
 
 from bridge.lowering.common import varying
-from bridge.lowering.common.builders import binary, choose, define_slopes, fused, like, number, scaled, unary
+from bridge.lowering.common.builders import (
+    binary,
+    choose,
+    define_slopes,
+    fused,
+    like,
+    number,
+    scaled,
+    unary,
+)
 from bridge.lowering.common.loops import kept
 from bridge.lowering.common.promotion import cast, default_float, opmath
 from bridge.lowering.registry import lowering
 from bridge.lowering.special.chebyshev_tables import ERFCX, clenshaw
 
 
-# -- error functions --------------------------------------------------------------------------------------------------
+# -- error functions -------------------------------------------------------------------------------
 @jax.custom_jvp
 def _erfcx(x: Array) -> Array:
-    """exp(x**2) erfc(x): (1 + 2x) times it is smooth in (x - 3.75)/(x + 3.75) for x >= 0 (Shepherd and Laframboise, 1981)."""
+    """exp(x**2) erfc(x): (1 + 2x) times it is smooth in (x - 3.75)/(x + 3.75) for x >= 0 (Shepherd
+    and Laframboise, 1981).
+    """
     size = lax.min(lax.abs(x), number(float(jnp.finfo(x.dtype).max) / 8, x.dtype))
     shift = number(3.75, x.dtype)
     t = lax.div(lax.sub(size, shift), lax.add(size, shift))
@@ -54,7 +67,9 @@ def _log_ndtr(x: Array) -> Array:
     low, high = choose(below, x, like(-1, x)), choose(below, 0, x)
     t = scaled(low, -math.sqrt(0.5))
     tail = lax.sub(lax.log(scaled(_erfcx(t), 0.5)), lax.mul(t, t))
-    return lax.select_n(below, lax.log1p(scaled(varying.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail)
+    return lax.select_n(
+        below, lax.log1p(scaled(varying.erfc(scaled(high, math.sqrt(0.5))), -0.5)), tail
+    )
 
 
 @jax.custom_jvp
@@ -63,7 +78,9 @@ def _log_ndtr_slope(x: Array) -> Array:
 
 
 def _log_ndtr_curve(x: Array, slope: Array) -> Array:
-    """That of the quotient would be infinity by infinity where erfcx overflows and the slope is 0."""
+    """That of the quotient would be infinity by infinity where erfcx overflows
+    and the slope is 0.
+    """
     return choose(lax.eq(slope, number(0, x.dtype)), 0, lax.neg(lax.mul(slope, lax.add(x, slope))))
 
 
@@ -77,12 +94,16 @@ def _ndtri(x: Array) -> Array:
         return jsp.ndtri(x)
 
 
-define_slopes(_ndtri, lambda x, y: scaled(lax.exp(scaled(lax.mul(y, y), 0.5)), math.sqrt(2 * math.pi)))
+define_slopes(
+    _ndtri, lambda x, y: scaled(lax.exp(scaled(lax.mul(y, y), 0.5)), math.sqrt(2 * math.pi))
+)
 
 
-# -- products with a logarithm ----------------------------------------------------------------------------------------
+# -- products with a logarithm ---------------------------------------------------------------------
 def _times_log(log: Callable[..., Any], at: float) -> Callable[..., Any]:
-    """x * log(y), 0 if x is 0 and y is not NaN; the derivative there is torch's: 0 in x if log(y) is not finite."""
+    """x * log(y), 0 if x is 0 and y is not NaN; the derivative there is torch's: 0 in x if log(y)
+    is not finite.
+    """
 
     @jax.custom_jvp
     def product(x: Array, y: Array) -> Array:
@@ -103,7 +124,9 @@ def _entr(x: Array) -> Array:
     zero = number(0, x.dtype)
     positive = lax.gt(x, zero)
     y = lax.neg(lax.mul(x, lax.log(x)))
-    return lax.select_n(positive, choose(lax.lt(x, zero), -math.inf, choose(lax.eq(x, zero), 0, x)), y)
+    return lax.select_n(
+        positive, choose(lax.lt(x, zero), -math.inf, choose(lax.eq(x, zero), 0, x)), y
+    )
 
 
 define_slopes(_entr, lambda x, y: lax.sub(number(-1, x.dtype), lax.log(x)))
@@ -125,7 +148,9 @@ def _sinc_slope(x: Array, y: Array) -> Array:
     for k in range(1, 8):
         coefficient = (-1) ** k * 2 * k * math.pi ** (2 * k) / math.factorial(2 * k + 1)
         series, term = lax.add(series, scaled(term, coefficient)), lax.mul(term, square)
-    return lax.select_n(near, lax.div(lax.sub(lax.cos(scaled(large, math.pi)), _sinc(large)), large), series)
+    return lax.select_n(
+        near, lax.div(lax.sub(lax.cos(scaled(large, math.pi)), _sinc(large)), large), series
+    )
 
 
 define_slopes(_sinc, _sinc_slope)
@@ -159,7 +184,8 @@ def _logit(x: Array, eps: float | None) -> Array:
     wide = cast(x, opmath(x.dtype))
     if eps is not None:
         low, high = number(eps, wide.dtype), number(1 - eps, wide.dtype)
-        wide = choose(lax.lt(wide, low), low, choose(lax.gt(wide, high), high, wide))  # low comes first if it is above high
+        # low comes first if it is above high
+        wide = choose(lax.lt(wide, low), low, choose(lax.gt(wide, high), high, wide))
     return cast(_log_odds(wide), x.dtype)
 
 
@@ -179,10 +205,7 @@ _UNARY: dict[str, Any] = {
 #: the overloads of an operator of two operands: Python numbers may stand for either
 OPERAND_KINDS = ("", ".Tensor", ".Scalar_Other", ".Scalar_Self", ".other_scalar", ".self_scalar")
 # name -> function of two floating arrays
-_BINARY = {
-    "special_xlog1py": _times_log(lax.log1p, -1),
-    "xlogy": _times_log(lax.log, 0),
-}
+_BINARY = {"special_xlog1py": _times_log(lax.log1p, -1), "xlogy": _times_log(lax.log, 0)}
 for _name, _fn in _UNARY.items():
     lowering(f"aten.{_name}")(unary(_fn, wide=True))
 for _name, _fn in _BINARY.items():

@@ -1,4 +1,7 @@
-"""Copies, casts, fills and operators that return their operand's values (clone, detach, resolve_conj, resolve_neg)."""
+"""Copies, casts, fills and operators that return their operand's values (clone, detach,
+resolve_conj, resolve_neg).
+"""
+
 from __future__ import annotations
 
 import functools
@@ -28,7 +31,9 @@ def aten_to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Array:
-    """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) ->
+    Tensor
+    """
     return self if dtype is None else cast(self, dtypes.to_jax(dtype))
 
 
@@ -40,23 +45,32 @@ def aten_clone(self: Array, *, memory_format: torch.memory_format | None = None)
 
 @jax.custom_jvp
 def revalue(old: Array, new: Array) -> Array:
-    """new with old's derivative: the value of a tensor after a write that torch's autograd does not record."""
-    return lax.select(jnp.zeros(new.shape, bool), old, new)  # selects nothing of old, but is mapped if old is, as its derivative is
+    """new with old's derivative: the value of a tensor after a write that torch's autograd does not
+    record.
+    """
+    # selects nothing of old, but is mapped if old is, as its derivative is
+    return lax.select(jnp.zeros(new.shape, bool), old, new)
 
 
 @revalue.defjvp
-def _revalue_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _revalue_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     return revalue(*primals), tangents[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def revalue_at(old: Array, new: Array, inside: int) -> Array:
-    """The same at one level of nesting alone: the one that has this number of differentiated levels inside it."""
+    """The same at one level of nesting alone: the one that has this number of differentiated levels
+    inside it.
+    """
     return lax.select(jnp.zeros(new.shape, bool), old, new)
 
 
 @revalue_at.defjvp
-def _revalue_at_jvp(inside: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+def _revalue_at_jvp(
+    inside: int, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
     if inside:  # the tangent of an inner level is written to as well
         return revalue_at(*primals, inside - 1), revalue_at(*tangents, inside - 1)
     return lax.select(jnp.zeros(primals[1].shape, bool), *primals), tangents[0]
@@ -83,8 +97,14 @@ def aten_copy(self: Array, src: Array, non_blocking: bool = False) -> Array:
 def aten_fill(self: Array, value: Any) -> Array:
     """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
     if np.ndim(value) > 0:
-        raise RuntimeError(f"value: fill only supports a 0-dimensional value tensor, got {np.ndim(value)} dimensions")
-    return expand(cast(value, self.dtype) if is_array(value) else creation.number(value, self.dtype), self.shape)
+        raise RuntimeError(
+            "value: fill only supports a 0-dimensional value tensor, got "
+            f"{np.ndim(value)} dimensions"
+        )
+    return expand(
+        cast(value, self.dtype) if is_array(value) else creation.number(value, self.dtype),
+        self.shape,
+    )
 
 
 @lowering("aten.zero")

@@ -1,4 +1,5 @@
 """Padding by a constant, by reflection and by the edge, and their backward operators."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,18 @@ from bridge.lowering.tensors.creation import number
 def aten_constant_pad_nd(x: Array, pad: Sequence[int], value: Any = 0) -> Array:
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
     if len(pad) % 2 or len(pad) > 2 * x.ndim:
-        raise RuntimeError(f"pad: expected an even number of entries, at most twice the {x.ndim} dimensions of the tensor, got {list(pad)}")
+        raise RuntimeError(
+            f"pad: expected an even number of entries, at most twice the {x.ndim} dimensions of "
+            f"the tensor, got {list(pad)}"
+        )
     config = [(0, 0, 0)] * x.ndim
     for i in range(len(pad) // 2):
         low, high = int(pad[2 * i]), int(pad[2 * i + 1])
         n = x.shape[-1 - i]
         if n + low + high < 0:
             raise RuntimeError(
-                f"The input size {n}, plus negative padding {low} and {high}, resulted in a negative output size, which is invalid."
+                f"The input size {n}, plus negative padding {low} and {high}, resulted in a "
+                "negative output size, which is invalid."
             )
         config[x.ndim - 1 - i] = (low, high, 0)
     value = promotion.cast(value, x.dtype) if promotion.is_array(value) else number(value, x.dtype)
@@ -37,11 +42,13 @@ def _reflect(x: Array, dim: int, low: int, high: int) -> list[Array]:
     n = x.shape[dim]
     if low >= n or high >= n:
         raise RuntimeError(
-            f"Padding size should be less than the corresponding input dimension, but got: padding ({low}, {high}) at dimension {dim} "
-            f"of input {list(x.shape)}"
+            "Padding size should be less than the corresponding input dimension, but got: padding "
+            f"({low}, {high}) at dimension {dim} of input {list(x.shape)}"
         )
     left = [lax.rev(lax.slice_in_dim(x, 1, low + 1, axis=dim), (dim,))] if low > 0 else []
-    right = [lax.rev(lax.slice_in_dim(x, n - 1 - high, n - 1, axis=dim), (dim,))] if high > 0 else []
+    right = (
+        [lax.rev(lax.slice_in_dim(x, n - 1 - high, n - 1, axis=dim), (dim,))] if high > 0 else []
+    )
     return [*left, x, *right]
 
 
@@ -50,7 +57,9 @@ def _replicate(x: Array, dim: int, low: int, high: int) -> list[Array]:
 
     def edge(at: int, times: int) -> Array:
         shape = [times if d == dim else s for d, s in enumerate(x.shape)]
-        return lax.broadcast_in_dim(lax.slice_in_dim(x, at, at + 1, axis=dim), shape, tuple(range(x.ndim)))
+        return lax.broadcast_in_dim(
+            lax.slice_in_dim(x, at, at + 1, axis=dim), shape, tuple(range(x.ndim))
+        )
 
     return [*([edge(0, low)] if low > 0 else []), x, *([edge(n - 1, high)] if high > 0 else [])]
 
@@ -58,11 +67,17 @@ def _replicate(x: Array, dim: int, low: int, high: int) -> list[Array]:
 def _pad(x: Array, padding: Sequence[int], extend: Callable[..., Any], name: str) -> Array:
     dims = len(padding) // 2
     if x.ndim not in (dims + 1, dims + 2) or 0 in x.shape[x.ndim - dims - 1 :]:
-        raise RuntimeError(f"{name}: expected {dims + 1}D or {dims + 2}D input, none but the batch dimension empty, got {list(x.shape)}")
+        raise RuntimeError(
+            f"{name}: expected {dims + 1}D or {dims + 2}D input, none but the batch dimension "
+            f"empty, got {list(x.shape)}"
+        )
     for i in range(dims):
         low, high, n = int(padding[2 * i]), int(padding[2 * i + 1]), x.shape[-1 - i]
         if n + low + high < 1:
-            raise RuntimeError(f"input (size {n} at dimension {x.ndim - 1 - i}) is too small: padding ({low}, {high}) leaves nothing of it")
+            raise RuntimeError(
+                f"input (size {n} at dimension {x.ndim - 1 - i}) is too small: padding ({low}, "
+                f"{high}) leaves nothing of it"
+            )
     return _extend(x, tuple(int(p) for p in padding), extend)
 
 
@@ -82,7 +97,9 @@ def _register(name: str, extend: Callable[..., Any]) -> None:
         return _pad(x, padding, extend, name)
 
     def backward(grad_output: Array, x: Array, padding: Sequence[int]) -> Array:
-        """reflection_pad2d_backward(Tensor grad_output, Tensor self, SymInt[4] padding) -> Tensor"""
+        """reflection_pad2d_backward(Tensor grad_output, Tensor self,
+        SymInt[4] padding) -> Tensor
+        """
         return varying.vjp(lambda a: forward(a, padding), x)[1](grad_output)[0]
 
     lowering(f"aten.{name}")(forward)

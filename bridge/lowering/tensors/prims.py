@@ -1,7 +1,10 @@
-"""The primitives that PyTorch's Python reference implementations (torch._refs) are written in: torch.ops.prims.*.
+"""The primitives that PyTorch's Python reference implementations (torch._refs) are written in:
+torch.ops.prims.*.
 
-Most equal an ATen operator without promotion or broadcasting and share its lowering; the others change shape, dtype or device.
+Most equal an ATen operator without promotion or broadcasting and share its lowering; the others
+change shape, dtype or device.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,14 +22,72 @@ from bridge.lowering.registry import LOWERINGS, aten_lowering, lowering, overloa
 from bridge.lowering.tensors.copies import aten_copy, aten_to_copy
 
 _SAME = (
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_not", "ceil", "clone", "conj_physical", "cos", "cosh",
-    "digamma", "erf", "erfc", "exp", "exp2", "expm1", "floor", "fmax", "fmin", "gcd", "hypot", "igamma", "igammac", "isfinite", "lgamma",
-    "log", "log10", "log1p", "log2", "maximum", "minimum", "neg", "nextafter", "reciprocal", "round", "rsqrt", "sign", "signbit", "sin",
-    "sinh", "sqrt", "tan", "tanh", "trunc",
-)  # fmt: skip
+    "abs",
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bitwise_not",
+    "ceil",
+    "clone",
+    "conj_physical",
+    "cos",
+    "cosh",
+    "digamma",
+    "erf",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "fmax",
+    "fmin",
+    "gcd",
+    "hypot",
+    "igamma",
+    "igammac",
+    "isfinite",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "maximum",
+    "minimum",
+    "neg",
+    "nextafter",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sign",
+    "signbit",
+    "sin",
+    "sinh",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+)
 _TENSOR = (
-    "add", "bitwise_and", "bitwise_or", "bitwise_xor", "eq", "fmod", "frexp", "ge", "gt", "le", "lt", "mul", "ne", "remainder", "sub",
-)  # fmt: skip
+    "add",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "eq",
+    "fmod",
+    "frexp",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "mul",
+    "ne",
+    "remainder",
+    "sub",
+)
 _RENAMED = {
     "bessel_i0": "i0",
     "bessel_i0e": "special_i0e",
@@ -69,7 +130,7 @@ def prims_div(self: Array, other: Array) -> Array:
     return LOWERINGS[overload("aten.div.Tensor")](self, other)
 
 
-# -- types and places --------------------------------------------------------------------------------------------------
+# -- types and places ------------------------------------------------------------------------------
 @lowering("prims.convert_element_type")
 def prims_convert_element_type(a: Array, dtype: torch.dtype) -> Array:
     """convert_element_type(Tensor a, ScalarType dtype) -> Tensor"""
@@ -94,9 +155,11 @@ def prims_copy_to(a: Array, b: Array) -> Array:
     return aten_copy(a, b)
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 @lowering("prims.broadcast_in_dim")
-def prims_broadcast_in_dim(a: Array, shape: Sequence[int], broadcast_dimensions: Sequence[int]) -> Array:
+def prims_broadcast_in_dim(
+    a: Array, shape: Sequence[int], broadcast_dimensions: Sequence[int]
+) -> Array:
     """broadcast_in_dim(Tensor(a) a, SymInt[] shape, int[] broadcast_dimensions) -> Tensor(a)"""
     return lax.broadcast_in_dim(a, tuple(shape), tuple(broadcast_dimensions))
 
@@ -106,15 +169,21 @@ def prims_collapse(a: Array, start: int, end: int) -> Array:
     """collapse_view(Tensor(a) a, int start, int end) -> Tensor(a): end is part of the range"""
     if a.ndim == 0:
         return lax.reshape(a, (1,))
-    return lax.reshape(a, (*a.shape[:start], math.prod(a.shape[start : end + 1]), *a.shape[end + 1 :]))
+    return lax.reshape(
+        a, (*a.shape[:start], math.prod(a.shape[start : end + 1]), *a.shape[end + 1 :])
+    )
 
 
 @lowering("prims.split_dim")
 def prims_split_dim(a: Array, dim: int, outer_length: int) -> Array:
     """split_dim(Tensor(a) a, int dim, SymInt outer_length) -> Tensor(a)"""
     if a.shape[dim] % outer_length:
-        raise ValueError(f"outer_length: {outer_length} does not divide dimension {dim} of size {a.shape[dim]}")
-    return lax.reshape(a, (*a.shape[:dim], outer_length, a.shape[dim] // outer_length, *a.shape[dim + 1 :]))
+        raise ValueError(
+            f"outer_length: {outer_length} does not divide dimension {dim} of size {a.shape[dim]}"
+        )
+    return lax.reshape(
+        a, (*a.shape[:dim], outer_length, a.shape[dim] // outer_length, *a.shape[dim + 1 :])
+    )
 
 
 @lowering("prims.squeeze")
@@ -129,13 +198,17 @@ def prims_transpose(a: Array, permutation: Sequence[int]) -> Array:
     return lax.transpose(a, tuple(permutation))
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 def _reduction(name: str) -> Callable:
-    def reduce(inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> Array:
+    def reduce(
+        inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None
+    ) -> Array:
         axes = list(range(inp.ndim)) if dims is None else list(dims)
         result = LOWERINGS[overload(f"aten.{name}")](inp, axes) if axes else inp
         # the reduction keeps its operand's dtype, whereas ATen's widens integers
-        return aten_to_copy(result, dtype=dtypes.to_torch(inp.dtype) if output_dtype is None else output_dtype)
+        return aten_to_copy(
+            result, dtype=dtypes.to_torch(inp.dtype) if output_dtype is None else output_dtype
+        )
 
     return reduce
 
@@ -145,49 +218,95 @@ for _name, _target in {"amax": "amax", "amin": "amin", "sum": "sum.dim_IntList"}
 
 
 @lowering("prims.prod")
-def prims_prod(inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None) -> Array:
+def prims_prod(
+    inp: Array, dims: Sequence[int] | None, *, output_dtype: torch.dtype | None = None
+) -> Array:
     """prod(Tensor inp, int[]? dims, *, ScalarType? output_dtype=None) -> Tensor"""
     result = inp
     for dim in sorted(range(inp.ndim) if dims is None else dims, reverse=True):
         result = LOWERINGS[overload("aten.prod.dim_int")](result, dim)
-    return aten_to_copy(result, dtype=dtypes.to_torch(inp.dtype) if output_dtype is None else output_dtype)
+    return aten_to_copy(
+        result, dtype=dtypes.to_torch(inp.dtype) if output_dtype is None else output_dtype
+    )
 
 
 @lowering("prims.var")
-def prims_var(inp: Array, dims: Sequence[int] | None, correction: float | None = 1, *, output_dtype: torch.dtype | None = None) -> Array:
-    """var(Tensor inp, int[]? dims, float? correction=1, *, ScalarType? output_dtype=None) -> Tensor"""
+def prims_var(
+    inp: Array,
+    dims: Sequence[int] | None,
+    correction: float | None = 1,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> Array:
+    """var(Tensor inp, int[]? dims, float? correction=1, *,
+    ScalarType? output_dtype=None) -> Tensor
+    """
     result = LOWERINGS[overload("aten.var.correction")](inp, dims, correction=correction)
     return result if output_dtype is None else aten_to_copy(result, dtype=output_dtype)
 
 
-# -- creation ----------------------------------------------------------------------------------------------------------
+# -- creation --------------------------------------------------------------------------------------
 @lowering("prims.iota")
-def prims_iota(length: int, *, start: int, step: int, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
-    """iota(SymInt length, *, SymInt start, SymInt step, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+def prims_iota(
+    length: int,
+    *,
+    start: int,
+    step: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Array:
+    """iota(SymInt length, *, SymInt start, SymInt step, ScalarType dtype, Device device, bool
+    requires_grad) -> Tensor
+    """
     target = dtypes.to_jax(dtype)
     steps = lax.mul(lax.iota(np.int64, length), np.int64(step))
     return lax.convert_element_type(lax.add(steps, np.int64(start)), target)
 
 
 @lowering("prims.full")
-def prims_full(shape: Sequence[int], fill_value: Any, *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
-    """full(SymInt[] shape, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+def prims_full(
+    shape: Sequence[int],
+    fill_value: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Array:
+    """full(SymInt[] shape, Scalar fill_value, *, ScalarType dtype, Device device, bool
+    requires_grad) -> Tensor
+    """
     return lax.broadcast(number(fill_value, dtypes.to_jax(dtype)), tuple(shape))
 
 
 @lowering("prims.full_like")
-def prims_full_like(a: Array, fill_value: Any, *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
-    """full_like(Tensor a, Scalar fill_value, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+def prims_full_like(
+    a: Array, fill_value: Any, *, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Array:
+    """full_like(Tensor a, Scalar fill_value, *, ScalarType dtype, Device device, bool
+    requires_grad) -> Tensor
+    """
     return prims_full(a.shape, fill_value, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 @lowering("prims.empty_strided", "prims.empty_permuted")
-def prims_empty(shape: Sequence[int], layout: Sequence[int], *, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Array:
-    """empty_strided(SymInt[] shape, SymInt[] strides, *, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+def prims_empty(
+    shape: Sequence[int],
+    layout: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Array:
+    """empty_strided(SymInt[] shape, SymInt[] strides, *, ScalarType dtype, Device device, bool
+    requires_grad) -> Tensor
+    """
     return prims_full(shape, 0, dtype=dtype, device=device, requires_grad=requires_grad)
 
 
 @lowering("prims.scalar_tensor")
-def prims_scalar_tensor(s: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Array:
+def prims_scalar_tensor(
+    s: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> Array:
     """scalar_tensor(Scalar s, *, ScalarType? dtype=None, Device? device=None) -> Tensor"""
     return LOWERINGS[overload("aten.scalar_tensor")](s, dtype=dtype)

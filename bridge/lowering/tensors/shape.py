@@ -1,8 +1,10 @@
-"""Views and rearrangements: reshape, permute, slice, split, cat, roll, diagonal, as_strided.  Pure functions of arrays.
+"""Views and rearrangements: reshape, permute, slice, split, cat, roll, diagonal, as_strided. Pure
+functions of arrays.
 
-Each view has its inverse beside it: the base with another value in the place of the view.  Scatters are in scattering.py, padding in
-pads.py, tril and triu in creation.py.
+Each view has its inverse beside it: the base with another value in the place of the view. Scatters
+are in scattering.py, padding in pads.py, tril and triu in creation.py.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -22,7 +24,8 @@ from bridge.lowering.common.in_place import overwrite, read_first
 from bridge.lowering.common.promotion import fused
 from bridge.lowering.registry import Part, lowering
 
-# lax's shape primitives with their rules cached for every transform, which halves the time of tracing and of un-jitted calls
+# lax's shape primitives with their rules cached for every transform, which halves the time of
+# tracing and of un-jitted calls
 reshape = fused("new_sizes")(lax.reshape)
 permute = fused("permutation")(lax.transpose)
 squeeze = fused("dimensions")(lax.squeeze)
@@ -41,7 +44,10 @@ def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...]:
         if size.count(-1) > 1:
             raise RuntimeError("size: only one dimension can be inferred")
         if known == 0:
-            raise RuntimeError(f"cannot reshape tensor of 0 elements into shape {list(size)}: the unspecified dimension is ambiguous")
+            raise RuntimeError(
+                f"cannot reshape tensor of 0 elements into shape {list(size)}: the unspecified "
+                "dimension is ambiguous"
+            )
         if numel % known == 0:
             size = tuple(numel // known if s == -1 else s for s in size)
     if math.prod(size) != numel or min(size, default=0) < 0:
@@ -53,7 +59,14 @@ def _write_reshaped(base: Array, value: Array, *_: Any, **__: Any) -> Array:
     return lax.reshape(value, base.shape)
 
 
-_RESHAPES = ("aten.view", "aten.view_copy", "aten.reshape", "aten._unsafe_view", "aten._reshape_copy", "aten._view_copy")
+_RESHAPES = (
+    "aten.view",
+    "aten.view_copy",
+    "aten.reshape",
+    "aten._unsafe_view",
+    "aten._reshape_copy",
+    "aten._view_copy",
+)
 
 
 @lowering(*_RESHAPES, view_inverse=_write_reshaped)
@@ -90,15 +103,21 @@ def aten_view_dtype(x: Array, dtype: torch.dtype) -> Array:
     if target == x.dtype:
         return x
     if old != new and not x.ndim:
-        raise RuntimeError("self.dim() cannot be 0 to view Tensor as a dtype of a different element size")
+        raise RuntimeError(
+            "self.dim() cannot be 0 to view Tensor as a dtype of a different element size"
+        )
     if new > old and x.shape[-1] * old % new:
-        raise RuntimeError(f"self.size(-1) must be divisible by {new // old} to view {x.dtype} as {dtype}, but got {x.shape[-1]}")
+        raise RuntimeError(
+            f"self.size(-1) must be divisible by {new // old} to view {x.dtype} as {dtype}, but "
+            f"got {x.shape[-1]}"
+        )
     shape = x.shape if old == new else (*x.shape[:-1], x.shape[-1] * old // new)
     if promotion.is_complex(x):
         x = aten_view_as_real(x)
     elif x.dtype == np.bool_:
         x = lax.convert_element_type(x, np.uint8)
-    # rows of real numbers, regrouped if the widths differ: the bits of one wide number are a row of narrow ones
+    # rows of real numbers, regrouped if the widths differ: the bits of one wide number are a row of
+    # narrow ones
     part = promotion.real_dtype(target)
     wide = part.itemsize // np.dtype(x.dtype).itemsize
     x = lax.reshape(x, (x.size // wide, wide) if wide > 1 else (x.size,))
@@ -110,12 +129,18 @@ def aten_view_dtype(x: Array, dtype: torch.dtype) -> Array:
 
 
 @lowering("aten.resize")
-def aten_resize(x: Array, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Array:
+def aten_resize(
+    x: Array, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+) -> Array:
     """resize(Tensor self, SymInt[] size, *, MemoryFormat? memory_format=None) -> Tensor"""
     numel = math.prod(size)
     flat = lax.reshape(x, (x.size,))
     # elements that PyTorch leaves uninitialized are zero
-    flat = _slice(flat, 0, 0, numel) if numel <= x.size else lax.pad(flat, np.zeros((), x.dtype), [(0, numel - x.size, 0)])
+    flat = (
+        _slice(flat, 0, 0, numel)
+        if numel <= x.size
+        else lax.pad(flat, np.zeros((), x.dtype), [(0, numel - x.size, 0)])
+    )
     return lax.reshape(flat, tuple(size))
 
 
@@ -127,12 +152,19 @@ def _write_permuted(base: Array, value: Array, dims: Sequence[int]) -> Array:
 def aten_permute(x: Array, dims: Sequence[int]) -> Array:
     """permute(Tensor(a) self, int[] dims) -> Tensor(a)"""
     if len(dims) != x.ndim:
-        raise RuntimeError(f"permute(): dims: expected {x.ndim} dimensions for a tensor of that many, got {list(dims)}")
+        raise RuntimeError(
+            f"permute(): dims: expected {x.ndim} dimensions for a tensor of "
+            f"that many, got {list(dims)}"
+        )
     dims = promotion.wrap_dims(dims, x.ndim) if x.ndim else ()
     return x if dims == tuple(range(x.ndim)) else permute(x, dims)
 
 
-@lowering("aten.transpose.int", "aten.transpose_copy.int", view_inverse=lambda base, value, *dims: aten_transpose(value, *dims))
+@lowering(
+    "aten.transpose.int",
+    "aten.transpose_copy.int",
+    view_inverse=lambda base, value, *dims: aten_transpose(value, *dims),
+)
 def aten_transpose(x: Array, dim0: int, dim1: int) -> Array:
     """transpose.int(Tensor(a) self, int dim0, int dim1) -> Tensor(a)"""
     dim0, dim1 = promotion.wrap_dim(dim0, x.ndim), promotion.wrap_dim(dim1, x.ndim)
@@ -151,13 +183,21 @@ def aten_t(x: Array) -> Array:
     return permute(x, (1, 0)) if x.ndim == 2 else x
 
 
-_SQUEEZES = tuple(f"aten.{name}{kind}" for name in ("squeeze", "squeeze_copy") for kind in ("", ".dim", ".dims"))
+_SQUEEZES = tuple(
+    f"aten.{name}{kind}" for name in ("squeeze", "squeeze_copy") for kind in ("", ".dim", ".dims")
+)
 
 
 @lowering(*_SQUEEZES, view_inverse=_write_reshaped)
 def aten_squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
     """squeeze.dims(Tensor(a) self, int[] dim) -> Tensor(a)"""
-    dims = range(x.ndim) if dim is None else () if not isinstance(dim, int) and not len(dim) else promotion.wrap_dims(dim, x.ndim)
+    dims = (
+        range(x.ndim)
+        if dim is None
+        else ()
+        if not isinstance(dim, int) and not len(dim)
+        else promotion.wrap_dims(dim, x.ndim)
+    )
     ones = tuple(d for d in dims if x.shape[d] == 1)
     return squeeze(x, ones) if ones else x
 
@@ -169,11 +209,13 @@ def aten_unsqueeze(x: Array, dim: int) -> Array:
     return reshape(x, (*x.shape[:dim], 1, *x.shape[dim:]))
 
 
-def _write_expanded(base: Array, value: Array, size: Sequence[int], *, implicit: bool = False) -> Array:
+def _write_expanded(
+    base: Array, value: Array, size: Sequence[int], *, implicit: bool = False
+) -> Array:
     if value.size != base.size:
         raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
-            "Please clone() the tensor before performing the operation."
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            "single memory location. Please clone() the tensor before performing the operation."
         )
     return lax.reshape(value, base.shape)
 
@@ -183,12 +225,20 @@ def aten_expand(x: Array, size: Sequence[int], *, implicit: bool = False) -> Arr
     """expand(Tensor(a) self, SymInt[] size, *, bool implicit=False) -> Tensor(a)"""
     new = len(size) - x.ndim
     if new < 0:
-        raise RuntimeError(f"expand: the number of sizes provided ({len(size)}) must be at least the number of dimensions ({x.ndim})")
-    shape = tuple(int(s) for s in size[:new]) + tuple(n if s == -1 else int(s) for s, n in zip(size[new:], x.shape, strict=True))
+        raise RuntimeError(
+            f"expand: the number of sizes provided ({len(size)}) must be at least the number of "
+            f"dimensions ({x.ndim})"
+        )
+    shape = tuple(int(s) for s in size[:new]) + tuple(
+        n if s == -1 else int(s) for s, n in zip(size[new:], x.shape, strict=True)
+    )
     if shape == x.shape:
         return x
     if min(shape) < 0 or any(n not in (1, s) for s, n in zip(shape[new:], x.shape, strict=True)):
-        raise RuntimeError(f"The expanded size {list(size)} must match the existing size {list(x.shape)} at non-singleton dimensions")
+        raise RuntimeError(
+            f"The expanded size {list(size)} must match the existing size {list(x.shape)} at "
+            "non-singleton dimensions"
+        )
     return broadcast(x, shape, tuple(range(new, len(shape))))
 
 
@@ -203,20 +253,31 @@ def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple
 
 
 def _write_slice(
-    base: Array, value: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    base: Array,
+    value: Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Array:
     if value.shape == base.shape:
         return value
     dim %= base.ndim
     if step != 1:
-        return base.at[(slice(None),) * dim + (slice(start, end, step),)].set(read_first(value, base))
+        return base.at[(slice(None),) * dim + (slice(start, end, step),)].set(
+            read_first(value, base)
+        )
     start, _ = slice_bounds(base.shape[dim], start, end, step)
     return overwrite(base, value, [start if d == dim else 0 for d in range(base.ndim)])
 
 
 @lowering("aten.slice.Tensor", "aten.slice_copy.Tensor", view_inverse=_write_slice)
-def aten_slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
-    """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"""
+def aten_slice(
+    x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    """slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt
+    step=1) -> Tensor(a)
+    """
     if not x.ndim:
         raise RuntimeError("slice() cannot be applied to a 0-dim tensor.")
     dim = promotion.wrap_dim(dim, x.ndim)
@@ -252,7 +313,9 @@ def aten_narrow_copy(x: Array, dim: int, start: int, length: int) -> Array:
 def _write_selected(base: Array, value: Array, dim: int, index: int) -> Array:
     dim %= base.ndim
     index = select_index(base.shape, dim, index)
-    return overwrite(base, lax.expand_dims(value, (dim,)), [index if d == dim else 0 for d in range(base.ndim)])
+    return overwrite(
+        base, lax.expand_dims(value, (dim,)), [index if d == dim else 0 for d in range(base.ndim)]
+    )
 
 
 @lowering("aten.select.int", "aten.select_copy.int", view_inverse=_write_selected)
@@ -273,7 +336,10 @@ def _select(x: Array, dim: int, index: int) -> Array:
 def select_index(shape: Sequence[int], dim: int, index: int) -> int:
     """A select index made non-negative; raises torch's IndexError if it is out of range."""
     if not -shape[dim] <= index < shape[dim]:
-        raise IndexError(f"select(): index {index} out of range for tensor of size {list(shape)} at dimension {dim}")
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size "
+            f"{list(shape)} at dimension {dim}"
+        )
     return int(index) % shape[dim]
 
 
@@ -284,7 +350,10 @@ def _split(x: Array, sizes: Sequence[int], dim: int) -> list[Array]:
 
 def _slices_of_sizes(shape: Sequence[int], sizes: Sequence[int], dim: int = 0) -> list[Part]:
     ends = itertools.accumulate(sizes)
-    return [("aten.slice.Tensor", (promotion.wrap_dim(dim, len(shape)), end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return [
+        ("aten.slice.Tensor", (promotion.wrap_dim(dim, len(shape)), end - size, end))
+        for size, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _equal_sizes(n: int, split_size: int) -> list[int]:
@@ -296,7 +365,12 @@ def _slices_of_size(shape: Sequence[int], split_size: int, dim: int = 0) -> list
     return _slices_of_sizes(shape, _equal_sizes(shape[dim], split_size), dim)
 
 
-@lowering("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor", view_parts=_slices_of_size)
+@lowering(
+    "aten.split.Tensor",
+    "aten.split_copy.Tensor",
+    "aten.unsafe_split.Tensor",
+    view_parts=_slices_of_size,
+)
 def aten_split(x: Array, split_size: int, dim: int = 0) -> list[Array]:
     """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
     if not x.ndim:
@@ -304,11 +378,19 @@ def aten_split(x: Array, split_size: int, dim: int = 0) -> list[Array]:
     dim = promotion.wrap_dim(dim, x.ndim)
     n = x.shape[dim]
     if split_size < 0 or (split_size == 0 and n):
-        raise RuntimeError(f"split expects split_size be non-negative, and 0 only for an empty dimension, but got split_size={split_size}")
+        raise RuntimeError(
+            "split expects split_size be non-negative, and 0 only for an empty dimension, but got "
+            f"split_size={split_size}"
+        )
     return _split(x, _equal_sizes(n, split_size), dim)
 
 
-_SPLITS = ("aten.split.sizes", "aten.split_with_sizes", "aten.split_with_sizes_copy", "aten.unsafe_split_with_sizes")
+_SPLITS = (
+    "aten.split.sizes",
+    "aten.split_with_sizes",
+    "aten.split_with_sizes_copy",
+    "aten.unsafe_split_with_sizes",
+)
 
 
 @lowering(*_SPLITS, view_parts=_slices_of_sizes)
@@ -317,8 +399,9 @@ def aten_split_with_sizes(x: Array, split_sizes: Sequence[int], dim: int = 0) ->
     dim = promotion.wrap_dim(dim, x.ndim)
     if min(split_sizes, default=0) < 0 or sum(split_sizes) != x.shape[dim]:
         raise RuntimeError(
-            f"split_with_sizes expects split_sizes to be non-negative and to sum exactly to {x.shape[dim]} "
-            f"(input tensor's size at dimension {dim}), but got split_sizes={list(split_sizes)}"
+            "split_with_sizes expects split_sizes to be non-negative and to sum exactly to "
+            f"{x.shape[dim]} (input tensor's size at dimension {dim}), but got "
+            f"split_sizes={list(split_sizes)}"
         )
     return _split(x, [int(s) for s in split_sizes], dim)
 
@@ -354,7 +437,9 @@ def aten_cat(tensors: Sequence[Array], dim: int = 0) -> Array:
         raise RuntimeError("zero-dimensional tensor cannot be concatenated")
     dim = promotion.wrap_dim(dim, kept[0].ndim)
     if any(x.ndim != kept[0].ndim for x in kept):
-        raise RuntimeError(f"Tensors must have same number of dimensions: got {[x.ndim for x in kept]}")
+        raise RuntimeError(
+            f"Tensors must have same number of dimensions: got {[x.ndim for x in kept]}"
+        )
     kept = [promotion.cast(x, dtype) for x in kept]
     return kept[0] if len(kept) == 1 else join(kept, dim)
 
@@ -368,7 +453,8 @@ def aten_stack(tensors: Sequence[Array], dim: int = 0) -> Array:
     for i, x in enumerate(tensors):
         if x.shape != shape:
             raise RuntimeError(
-                f"stack expects each tensor to be equal size, but got {list(shape)} at entry 0 and {list(x.shape)} at entry {i}"
+                f"stack expects each tensor to be equal size, but got {list(shape)} at entry 0 and "
+                f"{list(x.shape)} at entry {i}"
             )
     dim = promotion.wrap_dim(dim, len(shape) + 1)
     dtype = promotion.result_dtype(*tensors)
@@ -395,19 +481,26 @@ def aten_roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Arra
     if not dims and len(shifts) == 1:
         return lax.reshape(aten_roll(lax.reshape(x, (x.size,)), shifts, (0,)), x.shape)
     if len(shifts) != len(dims) or not dims:
-        raise RuntimeError(f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}")
+        raise RuntimeError(
+            f"shifts and dimensions must align. shifts: {len(shifts)}, dims:{len(dims)}"
+        )
     if not x.size:
         return x
     if not x.ndim:
         raise IndexError(f"Dimension specified as {dims[0]} but tensor has no dimensions")
-    return _roll(x, tuple(int(s) for s in shifts), tuple(promotion.wrap_dim(d, x.ndim) for d in dims))
+    return _roll(
+        x, tuple(int(s) for s in shifts), tuple(promotion.wrap_dim(d, x.ndim) for d in dims)
+    )
 
 
 @fused("shifts", "dims")
 def _roll(x: Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Array:
     for shift, dim in zip(shifts, dims, strict=True):
         start = -shift % x.shape[dim]
-        parts = [lax.slice_in_dim(x, start, None, axis=dim), lax.slice_in_dim(x, 0, start, axis=dim)]
+        parts = [
+            lax.slice_in_dim(x, start, None, axis=dim),
+            lax.slice_in_dim(x, 0, start, axis=dim),
+        ]
         x = lax.concatenate(parts, dim) if start else x
     return x
 
@@ -416,7 +509,10 @@ def _roll(x: Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Array:
 def aten_repeat(x: Array, repeats: Sequence[int]) -> Array:
     """repeat(Tensor self, SymInt[] repeats) -> Tensor"""
     if len(repeats) < x.ndim:
-        raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor")
+        raise RuntimeError(
+            "Number of dimensions of repeat dims can not be smaller than number "
+            "of dimensions of tensor"
+        )
     if min(repeats, default=0) < 0:
         raise RuntimeError(f"repeats: expected non-negative numbers, got {list(repeats)}")
     return _repeat(x, tuple(int(r) for r in repeats))
@@ -520,12 +616,18 @@ def _unfold(x: Array, dim: int, size: int, step: int) -> Array:
     n = x.shape[dim]
     count = (n - size) // step + 1
     if size == step:
-        split = lax.reshape(_slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :]))
+        split = lax.reshape(
+            _slice(x, dim, 0, count * size), (*x.shape[:dim], count, size, *x.shape[dim + 1 :])
+        )
         return jnp.moveaxis(split, dim + 1, -1)
     if size <= 16:
         # a few strided slices cost less than a gather, and their transposes are pads
         rows = [_slice(x, dim, j, j + (count - 1) * step + 1, step) for j in range(size)]
-        return aten_stack(rows, x.ndim) if rows else lax.full((*x.shape[:dim], count, *x.shape[dim + 1 :], 0), 0, x.dtype)
+        return (
+            aten_stack(rows, x.ndim)
+            if rows
+            else lax.full((*x.shape[:dim], count, *x.shape[dim + 1 :], 0), 0, x.dtype)
+        )
     index = np.arange(count)[:, None] * step + np.arange(size)
     return jnp.moveaxis(jnp.take(x, index.astype(np.int32), axis=dim, mode="clip"), dim + 1, -1)
 
@@ -535,33 +637,52 @@ def _unfold_error(dim: int, size: int, n: int) -> NoReturn:
 
 
 @lowering("aten.as_strided", "aten.as_strided_copy")
-def aten_as_strided(x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Array:
-    """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
+def aten_as_strided(
+    x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Array:
+    """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) ->
+    Tensor(a)
+    """
     index = strided_index(x.size, size, stride, storage_offset)
     flat = lax.reshape(x, (x.size,))
-    if index.size and np.array_equal(index.reshape(-1), np.arange(index.flat[0], index.flat[0] + index.size)):
-        return lax.reshape(_slice(flat, 0, int(index.flat[0]), int(index.flat[0]) + index.size), index.shape)
+    if index.size and np.array_equal(
+        index.reshape(-1), np.arange(index.flat[0], index.flat[0] + index.size)
+    ):
+        return lax.reshape(
+            _slice(flat, 0, int(index.flat[0]), int(index.flat[0]) + index.size), index.shape
+        )
     return flat[index] if index.size else lax.full(index.shape, 0, x.dtype)
 
 
-def strided_index(numel: int, size: Sequence[int], stride: Sequence[int], offset: int | None) -> np.ndarray:
+def strided_index(
+    numel: int, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> np.ndarray:
     """The index in a contiguous buffer of each element of a strided view."""
     if len(size) != len(stride):
-        raise RuntimeError(f"mismatch in length of strides and shape: size {list(size)}, stride {list(stride)}")
+        raise RuntimeError(
+            f"mismatch in length of strides and shape: size {list(size)}, stride {list(stride)}"
+        )
     if min(stride, default=0) < 0:
-        raise RuntimeError(f"as_strided: Negative strides are not supported at the moment, got strides: {list(stride)}")
+        raise RuntimeError(
+            "as_strided: Negative strides are not supported at the moment, got strides: "
+            f"{list(stride)}"
+        )
     index = np.full(tuple(size), offset or 0, np.int64)
     for d, (n, s) in enumerate(zip(size, stride, strict=True)):
-        index += (np.arange(n, dtype=np.int64) * s).reshape([-1 if i == d else 1 for i in range(len(size))])
+        index += (np.arange(n, dtype=np.int64) * s).reshape(
+            [-1 if i == d else 1 for i in range(len(size))]
+        )
     if index.size and not 0 <= index.min() <= index.max() < numel:
         raise RuntimeError(
-            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset or 0} are out of bounds "
-            f"for storage of {numel} elements"
+            f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset or 0} "
+            f"are out of bounds for storage of {numel} elements"
         )
     return index
 
 
-@lowering("aten.alias", "aten.alias_copy", "aten.lift_fresh_copy", view_inverse=lambda base, value: value)
+@lowering(
+    "aten.alias", "aten.alias_copy", "aten.lift_fresh_copy", view_inverse=lambda base, value: value
+)
 def aten_alias(x: Array) -> Array:
     """alias(Tensor(a) self) -> Tensor(a)"""
     return x
@@ -589,6 +710,9 @@ def aten_view_as_complex(x: Array) -> Array:
     if x.dtype == np.float16:
         dtypes.to_jax(torch.complex32)  # raises, because JAX has no such dtype
     if x.dtype not in (np.float32, np.float64) or x.shape[-1:] != (2,):
-        raise RuntimeError(f"view_as_complex expects a float or double tensor whose last dimension is 2, got {x.dtype}{list(x.shape)}")
+        raise RuntimeError(
+            "view_as_complex expects a float or double tensor whose last dimension is 2, got "
+            f"{x.dtype}{list(x.shape)}"
+        )
     real, imag = aten_unbind(x, x.ndim - 1)
     return lax.complex(real, imag)

@@ -1,10 +1,12 @@
 """Runs a program with loops over equal blocks as calls of one compiled block after the other.
 
-XLA would run such a loop on arrays that hold the parameters of all blocks: it copies them there at each call, and out of there in each
-step.  Here the program is cut at its loops.  What lies between them is compiled as one function each, and so is the step of a loop, which
-is then called once for each block, on the block's own arrays.  Compile time does not grow with the number of blocks, nothing is copied,
-and memory is as in a program without loops.
+XLA would run such a loop on arrays that hold the parameters of all blocks: it copies them there at
+each call, and out of there in each step. Here the program is cut at its loops. What lies between
+them is compiled as one function each, and so is the step of a loop, which is then called once for
+each block, on the block's own arrays. Compile time does not grow with the number of blocks, nothing
+is copied, and memory is as in a program without loops.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -25,7 +27,9 @@ _Step = tuple[int, list[int], list[int]]
 
 
 def rows(jaxpr: Jaxpr) -> tuple[set[Any], list[Any]]:
-    """The variables that hold a value for each block, and the loops over blocks, which take such values or give some that are split."""
+    """The variables that hold a value for each block, and the loops over blocks, which take such
+    values or give some that are split.
+    """
     split = {e.invars[0] for e in jaxpr.eqns if e.primitive is unstack_p}
     found: set[Any] = set()
     loops = []
@@ -35,7 +39,10 @@ def rows(jaxpr: Jaxpr) -> tuple[set[Any], list[Any]]:
         elif e.primitive is lax.scan_p:
             _, consts, carried = private_jax.scanned(e)
             each = e.outvars[carried:]
-            if not (found.isdisjoint(_variables(e.invars[consts + carried :])) and split.isdisjoint(each)):
+            if not (
+                found.isdisjoint(_variables(e.invars[consts + carried :]))
+                and split.isdisjoint(each)
+            ):
                 found.update(each)
                 loops.append(e)
     return found, loops
@@ -47,16 +54,21 @@ class BlockCalls:
     Args:
         closed: the program's jaxpr, which has loops over blocks and no effects.
         out: the tree of its results.
-        compiled: makes of a function of arrays one that is compiled when it is called first, ``tiers.Once``.
+        compiled: makes of a function of arrays one that is compiled when it is called first,
+            ``tiers.Once``.
 
     Attributes:
         functions, pieces: what the program is cut into, as functions of arrays, and compiled.
     """
 
-    def __init__(self, closed: ClosedJaxpr, out: Any, compiled: Callable[[Callable[..., Any]], Any]) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, out: Any, compiled: Callable[[Callable[..., Any]], Any]
+    ) -> None:
         self.out = out
         self.numbers: dict[Any, int] = {}
-        self.constants: list[tuple[int, Any]] = [(self._number(v), c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)]
+        self.constants: list[tuple[int, Any]] = [
+            (self._number(v), c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        ]
         self.given = [self._number(v) for v in closed.jaxpr.invars]
         calls, outs = _cut(closed.jaxpr)
         self.functions = [*dict.fromkeys(function for function, *_ in calls)]
@@ -65,7 +77,9 @@ class BlockCalls:
         for function, operands, results in calls:
             which = self.functions.index(function)
             self.pieces[which].compiled(*[_like(v) for v in operands])
-            self.steps.append((which, [self._number(v) for v in operands], [self._number(v) for v in results]))
+            self.steps.append(
+                (which, [self._number(v) for v in operands], [self._number(v) for v in results])
+            )
         self.calls: list[Any] = []  # what the pieces call, after the first call
         self.results = [self._number(v) for v in outs]
         self.done = self._last_uses()
@@ -97,7 +111,9 @@ class BlockCalls:
 
     def __call__(self, *args: Any) -> Any:
         found = self._run(self.calls or self.pieces, args)
-        self.calls = self.calls or [private_jax.without_wrapper(piece.executable) for piece in self.pieces]
+        self.calls = self.calls or [
+            private_jax.without_wrapper(piece.executable) for piece in self.pieces
+        ]
         return found
 
     def _run(self, calls: Sequence[Callable[..., Any]], args: tuple[Any, ...]) -> Any:
@@ -115,11 +131,15 @@ class BlockCalls:
 
 
 def _cut(jaxpr: Jaxpr) -> tuple[list[tuple[Callable[..., Any], list[Any], list[Any]]], list[Any]]:
-    """The program as (function, its operands, the variables for its results), one after the other, and the variables of its results."""
+    """The program as (function, its operands, the variables for its results), one after the other,
+    and the variables of its results.
+    """
     loops = set(map(id, rows(jaxpr)[1]))
-    parts: dict[Any, list[Any]] = {}  # by a variable that holds a value for each block: the variables, or constants, of these values
+    # by a variable that holds a value for each block: the variables, or constants, of these values
+    parts: dict[Any, list[Any]] = {}
     same: dict[Any, Any] = {}
-    whole: dict[Any, Any] = {}  # by such a variable, one that holds them all, for equations that take it
+    # by such a variable, one that holds them all, for equations that take it
+    whole: dict[Any, Any] = {}
     pending: list[Any] = []  # equations since the last loop
     found: list[Any] = []
 
@@ -150,8 +170,16 @@ def _cut(jaxpr: Jaxpr) -> tuple[list[tuple[Callable[..., Any], list[Any], list[A
             step, consts, carried = private_jax.scanned(e)
             kept = [True] * carried + [v in used for v in e.outvars[carried:]]
             step, taken = _needed(step, kept)
-            fixed, carry = [all_of(v) for v in e.invars[:consts]], [all_of(v) for v in e.invars[consts : consts + carried]]
-            every = [each_of(v) if take else [] for v, take in zip(e.invars[consts + carried :], taken[consts + carried :], strict=True)]
+            fixed, carry = (
+                [all_of(v) for v in e.invars[:consts]],
+                [all_of(v) for v in e.invars[consts : consts + carried]],
+            )
+            every = [
+                each_of(v) if take else []
+                for v, take in zip(
+                    e.invars[consts + carried :], taken[consts + carried :], strict=True
+                )
+            ]
             if pending:
                 found.append(pending)
                 pending = []
@@ -160,7 +188,9 @@ def _cut(jaxpr: Jaxpr) -> tuple[list[tuple[Callable[..., Any], list[Any], list[A
             body = _Body(step, getattr(e.params["jaxpr"], "consts", ()))
             for n in reversed(range(length)) if e.params["reverse"] else range(length):
                 operands = [*fixed, *carry, *[each[n] if each else None for each in every]]
-                made = iter(body.called(found, [v for v, take in zip(operands, taken, strict=True) if take]))
+                made = iter(
+                    body.called(found, [v for v, take in zip(operands, taken, strict=True) if take])
+                )
                 results = [next(made) if keep else None for keep in kept]
                 carry = results[:carried]
                 for each, v in zip(ys, results[carried:], strict=True):
@@ -173,7 +203,8 @@ def _cut(jaxpr: Jaxpr) -> tuple[list[tuple[Callable[..., Any], list[Any], list[A
     outs: list[Any] = []
     for v in jaxpr.outvars:
         out = all_of(v)
-        if isinstance(out, Literal) or ((out in inputs or out in outs) and out is not v):  # no two results, and no argument, share memory
+        # no two results, and no argument, share memory
+        if isinstance(out, Literal) or ((out in inputs or out in outs) and out is not v):
             copy = Var(v.aval)
             pending.extend(equations(lambda x: lax.copy_p.bind(x), [out], [copy]))
             out = copy
@@ -181,13 +212,17 @@ def _cut(jaxpr: Jaxpr) -> tuple[list[tuple[Callable[..., Any], list[Any], list[A
     return list(_functions(found + ([pending] if pending else []), outs, jaxpr)), outs
 
 
-def _functions(cut: Sequence[Any], outs: Sequence[Any], jaxpr: Jaxpr) -> Iterator[tuple[Callable[..., Any], list[Any], list[Any]]]:
+def _functions(
+    cut: Sequence[Any], outs: Sequence[Any], jaxpr: Jaxpr
+) -> Iterator[tuple[Callable[..., Any], list[Any], list[Any]]]:
     """The calls of loops as they are, and each list of equations as a function."""
     needed = {v for v in outs if isinstance(v, Var)}
     after: list[set[Any]] = []  # for each, what is used after it
     for what in reversed(cut):
         after.append(set(needed))
-        needed.update(v for e in what for v in _variables(e.invars)) if isinstance(what, list) else needed.update(_variables(what[1]))
+        needed.update(v for e in what for v in _variables(e.invars)) if isinstance(
+            what, list
+        ) else needed.update(_variables(what[1]))
     for what, later in zip(cut, after[::-1], strict=True):
         if not isinstance(what, list):
             yield what
@@ -204,9 +239,14 @@ class _Body:
 
     def __init__(self, step: Jaxpr, consts: Sequence[Any]) -> None:
         places = {v: k for k, v in enumerate(step.invars)}
-        self.outs = [v if isinstance(v, Literal) else places.get(v) for v in step.outvars]  # None: it is computed
-        self.computed = [v for v, place in zip(step.outvars, self.outs, strict=True) if place is None]
-        self.function = _evaluating(_small(step, step.invars, self.computed, step.eqns, step.constvars), consts)
+        # None: it is computed
+        self.outs = [v if isinstance(v, Literal) else places.get(v) for v in step.outvars]
+        self.computed = [
+            v for v, place in zip(step.outvars, self.outs, strict=True) if place is None
+        ]
+        self.function = _evaluating(
+            _small(step, step.invars, self.computed, step.eqns, step.constvars), consts
+        )
 
     def called(self, calls: list[Any], operands: list[Any]) -> list[Any]:
         """The variables of the results of one more step."""
@@ -214,7 +254,10 @@ class _Body:
         if fresh:
             calls.append((self.function, operands, fresh))
         made = iter(fresh)
-        return [next(made) if out is None else operands[out] if isinstance(out, int) else out for out in self.outs]
+        return [
+            next(made) if out is None else operands[out] if isinstance(out, int) else out
+            for out in self.outs
+        ]
 
 
 def _needed(step: Jaxpr, kept: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
@@ -226,14 +269,25 @@ def _needed(step: Jaxpr, kept: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
             needed.update(_variables(e.invars))
             eqns.append(e)
     taken = [v in needed for v in step.invars]
-    return _small(step, list(itertools.compress(step.invars, taken)), outs, eqns[::-1], step.constvars), taken
+    return _small(
+        step, list(itertools.compress(step.invars, taken)), outs, eqns[::-1], step.constvars
+    ), taken
 
 
-def _small(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any], constvars: Sequence[Any] = ()) -> Jaxpr:
+def _small(
+    jaxpr: Jaxpr,
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+    constvars: Sequence[Any] = (),
+) -> Jaxpr:
     return jaxpr.replace(
-        constvars=list(constvars), invars=list(invars), outvars=list(outvars), eqns=list(eqns),
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
         debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
+    )
 
 
 def _evaluating(jaxpr: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -382,7 +382,7 @@ def output_departure(
     before = theirs if step is None else [s for k, s in enumerate(theirs) if step.before >> k & 1]
     if (
         port is not None
-        and any(s.draws and s.from_inputs and s.line == line for s in ours)
+        and any(s.draws and s.from_inputs and (s.line == line or j in s.sources) for s in ours)
         and not any(s.draws for s in theirs)
     ):
         passing = [s for s in before if s.moves and "dropout" in s.what]

@@ -119,12 +119,10 @@ def _item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return truth
 
 
-_any_lowered = pure(torch.ops.aten.any.default, LOWERINGS[torch.ops.aten.any.default])
-
-
 @own_rule("aten.any")
 def _any(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _any_lowered(args, kwargs)
+    func = torch.ops.aten.any.default
+    result = pure(func, LOWERINGS[func])(args, kwargs)
     if _of_info(args[0]):
         result.node.maker = args[0].node.maker
     return result

@@ -25,7 +25,7 @@ from bridge.trace import tracing
 pytestmark = pytest.mark.sweep
 
 PLACES: dict[str, list[Any]] = json.loads(lowerings.PLACES.read_text())
-ALL = list(LOWERINGS)  # before a test registers one of its own
+ALL = [f for f in LOWERINGS if not str(f).startswith("test_")]  # other tests register some
 RUN = [f for f in ALL if f in lowerings.CASES or str(f) in PLACES]
 #: Whether the database is the one that the places are in: another torch's has other operators and
 #: samples.

@@ -388,10 +388,8 @@ def refused_as_by_torch_func(call: Callable[[Any], Any]) -> None:
     words = [str(error.value).partition("\n\nfrom user code:")[0] for error in (mine, theirs)]
     assert words[0] == words[1]
     if isinstance(mine.value, RuntimeError):
-        assert any(
-            "PyTorch runs this call" in note and "jit" in note
-            for note in getattr(mine.value, "__notes__", ())
-        )
+        notes = getattr(mine.value, "__notes__", ())
+        assert any("PyTorch runs this call" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -132,6 +132,7 @@ def noted(
                 out = fn(*args, **kwargs)
                 raised = False
             finally:
+                root.owners = ()  # an object must not live as long as something of the trace
                 changed = [
                     (h, old, differences)
                     for h, owner, old in watched

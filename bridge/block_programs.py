@@ -351,6 +351,9 @@ class Loop:
         for title, other in zip(titles[1:], self.parts[1:], strict=True):
             if (reason := unlike(self.parts[0], other)) is not None:
                 raise Differ(f"{title} differs from {titles[0]}: {reason}")
+        for title, forward in zip(titles, forwards, strict=True):
+            if getattr(forward, "__func__", forward) is not getattr(forwards[0], "__func__", None):
+                raise Differ(f"{title} has a forward of its own")
         self.where = split_arrays(leaves)
         self.feeds = {self.where.index(k): out for k, out in feeds.items()}
         tensors = [part.tensors() for part in self.parts]

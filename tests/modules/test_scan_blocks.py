@@ -820,3 +820,18 @@ def test_errors_of_deep_blocks_are_those_of_one_by_one() -> None:
         jit(model.forward)(floats(2, WIDTH + 1))
     assert all("forward" not in block.__dict__ for block in model.layers)
     same(jit(model.forward)(X), model(X).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", [0, 4])
+def test_a_block_with_a_forward_of_its_own_runs_it(which: int) -> None:
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEEP)]
+    ).double()
+    fast = jit(lambda x: model(x))
+    for change in (False, True):
+        if change:
+            model[which].forward = lambda x: 3 * x
+        same(fast(X), model(X), rtol=1e-10, atol=1e-10)
+    if which:
+        with pytest.raises(RuntimeError, match="a forward of its own"):
+            jit(scan_blocks(model)(lambda x: model(x)))(X)

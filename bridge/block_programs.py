@@ -26,6 +26,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
 from bridge.cache_keys import identical
 from bridge.convert import trees
+from bridge.kinds import BLOCK, PLAIN
 from bridge.process import having
 from bridge.programs.closure_scan import HOOKS
 from bridge.programs.holders import REBUILT
@@ -523,7 +524,7 @@ class Loop:
             traceable = call.traceable(run)
             traceable.as_given(call.arrays)
             with push(
-                "plain" if self.asked else "block", key=key_of_lane(parent, index, self.first_key)
+                PLAIN if self.asked else BLOCK, key=key_of_lane(parent, index, self.first_key)
             ) as level:
                 level.lane, level.draws = index, draws.draws
                 result = traceable.run(level, [*given, *own], take_apart)

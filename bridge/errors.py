@@ -275,7 +275,7 @@ def escaped(level: Any = None) -> EscapedTensorError:
     """
     said = "it was made"
     while level is not None:
-        if level.kind == "vmap":
+        if level.kind.maps:
             said = "your tensor may have escaped from inside a function being vmapped: it was made"
         level = level.parent
     return EscapedTensorError(

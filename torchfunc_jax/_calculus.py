@@ -15,7 +15,8 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_array
 from bridge.convert import trees
 from bridge.jit import taylor
-from bridge.record import replay, transforms
+from bridge.kinds import JET, JVP
+from bridge.record import transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace.requires_grad import tie_tangents
@@ -267,7 +268,7 @@ def _along_curve(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, spec, None, _JET)
-        tensors, meta = target.entered(recorder, "jet", params, finish, terms)
+        tensors, meta = target.entered(recorder, JET, params, finish, terms)
         outs = recorder.end(
             meta[1], tensors, fresh([*tensors, *[t for t in tensors for _ in range(order)]])
         )
@@ -281,7 +282,7 @@ def _along_curve(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
         n = len(primals)
-        body = target.body(values[:n], "jvp", finish, found, lambda meta: meta[1])
+        body = target.body(values[:n], JVP, finish, found, lambda meta: meta[1])
         with forward_mode():
             outs, higher, rest = taylor.jet(
                 body, values[:n], _series(values, n, order), order, factorial_scaled
@@ -362,6 +363,6 @@ def _jet_again(
     return [*outs, *[c for cs in higher for c in cs]], None
 
 
-replay.TRANSFORMS["jet"] = _jet_again
+JET.again = _jet_again
 
 __all__ = ["hvp", "jacobian_diagonal", "jet", "laplacian"]

@@ -21,6 +21,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import NotInLoopError
 from bridge.jit.compiled import memory_of
 from bridge.jit.program import aval
+from bridge.kinds import LOOP, PLAIN
 from bridge.record.tensor import Unrecordable
 from bridge.trace.levels import push, state
 from bridge.trace.tracing import value_of, wrap
@@ -111,7 +112,7 @@ def _needed(
         inside = (
             contextlib.nullcontext()
             if state.level is None
-            else push("plain", key=lambda: jax.random.key(0))
+            else push(PLAIN, key=lambda: jax.random.key(0))
         )
         with inside:
             outs = [x for x in trees.flatten(run(given, lanes))[0] if is_array(x)]
@@ -148,7 +149,7 @@ def looped(
         return value.reshape(count, lanes, *value.shape[1:])
 
     def step(_: None, chunk: list[jax.Array]) -> tuple[None, list[jax.Array]]:
-        with push("loop") as level:
+        with push(LOOP) as level:
             part = list(leaves)
             for i, value in zip(places, chunk, strict=True):
                 value = jnp.moveaxis(value, 0, dims[i])

@@ -18,10 +18,11 @@ from bridge.boundary.linear import Linear
 from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_array
 from bridge.convert import trees
 from bridge.errors import is_no_jvp, no_jvp
+from bridge.kinds import JVP, LINEARIZE
 from bridge.lowering.common import varying
 from bridge.lowering.registry import overload
-from bridge.record import replay, transforms
-from bridge.record.in_torch import LEVELS, Level
+from bridge.record import transforms
+from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Recorded, fresh
 from bridge.trace.aliasing import View, detaches
@@ -167,7 +168,7 @@ def jvp_with_argnums(
         params = (target.active, strict, tied, taken)
         tensors, meta = target.entered(
             recorder,
-            "jvp",
+            JVP,
             params,
             functools.partial(outputs, has_aux=has_aux, api=api),
             flat_tangents,
@@ -198,7 +199,7 @@ def jvp_with_argnums(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values[:width], "jvp", finish, found, lambda meta: None)
+        body = target.body(values[:width], JVP, finish, found, lambda meta: None)
         given, at = values[width:], tuple(target.split(values))
         fitting = tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True))
         with forward_mode():
@@ -343,7 +344,7 @@ def _jvp_in_torch(
     return found, None
 
 
-replay.TRANSFORMS["jvp"], LEVELS["jvp"] = _jvp_again, _jvp_in_torch
+JVP.again, JVP.in_torch = _jvp_again, _jvp_in_torch
 
 
 _torchs_jvp = torch.func.jvp  # even after ``patch()``
@@ -388,7 +389,7 @@ def _linearized(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, args_spec, None, _LINEARIZE)
-        tensors, (out_spec, n) = target.entered(recorder, "linearize", (), _to_push)
+        tensors, (out_spec, n) = target.entered(recorder, LINEARIZE, (), _to_push)
         results = fresh(tensors)
         outs = recorder.end(n, tensors, results)
         kept = transforms.Kept(func, recorder, outs)
@@ -421,7 +422,7 @@ def _linearized(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values, "jvp", _to_push, found, lambda meta: meta[1])
+        body = target.body(values, LINEARIZE, _to_push, found, lambda meta: meta[1])
         with forward_mode():
             outs, push, rest = varying.linearize(body, *target.split(values), has_aux=True)
         dtypes[:] = [o.dtype for o in outs]
@@ -522,4 +523,4 @@ def _linearize_in_torch(operands: Sequence[torch.Tensor], _: Any) -> Level:
     return outs, push
 
 
-replay.TRANSFORMS["linearize"], LEVELS["linearize"] = _linearize_again, _linearize_in_torch
+LINEARIZE.again, LINEARIZE.in_torch = _linearize_again, _linearize_in_torch

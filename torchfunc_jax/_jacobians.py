@@ -15,9 +15,10 @@ from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, as_gradients
 from bridge.convert import trees
+from bridge.kinds import JACREV
 from bridge.lowering.common import varying
-from bridge.record import replay, transforms
-from bridge.record.in_torch import LEVELS, Level
+from bridge.record import transforms
+from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
 from torchfunc_jax import _args
@@ -108,7 +109,7 @@ def _jacobian_by_rows(
 
     def record(recorder: Recorder) -> Any:
         target = differentiated()
-        tensors, meta = target.entered(recorder, "jacrev", (target.active, chunk_size), finish)
+        tensors, meta = target.entered(recorder, JACREV, (target.active, chunk_size), finish)
         n = meta[1]
         blocks = [
             aval_of(x).like(o.shape + x.shape) for o in tensors[:n] for x in target.diff_leaves
@@ -123,7 +124,7 @@ def _jacobian_by_rows(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values, "grad", finish, found, lambda meta: meta[1])
+        body = target.body(values, JACREV, finish, found, lambda meta: meta[1])
         outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         blocks = [
             b
@@ -197,7 +198,7 @@ def _jacrev_in_torch(
     return [*blocks, *outs[n:]], None
 
 
-replay.TRANSFORMS["jacrev"], LEVELS["jacrev"] = _jacrev_again, _jacrev_in_torch
+JACREV.again, JACREV.in_torch = _jacrev_again, _jacrev_in_torch
 
 
 def _rows(pull: Callable[..., Any], outs: list[Any], k: int, chunk_size: int | None) -> list[Any]:

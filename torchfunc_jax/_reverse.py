@@ -18,9 +18,10 @@ from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.linear import Linear
 from bridge.boundary.results import Result, as_gradients, conj, is_array, replaced, split_arrays
 from bridge.convert import dtypes, trees
+from bridge.kinds import GRAD, VJP, Kind
 from bridge.lowering.common import varying
-from bridge.record import replay, transforms
-from bridge.record.in_torch import LEVELS, Level
+from bridge.record import transforms
+from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
 from bridge.trace import saved_tensor_hooks
@@ -138,7 +139,7 @@ class Differentiated:
     def entered(
         self,
         recorder: Recorder,
-        kind: str,
+        kind: Kind,
         params: Any,
         finish: Any,
         more: Sequence[torch.Tensor] = (),
@@ -149,7 +150,7 @@ class Differentiated:
         In reverse mode, only those of the function's arguments that are differentiated require
         grad.
         """
-        wanted = frozenset() if kind in ("jvp", "linearize", "jet") else frozenset(self.active)
+        wanted = frozenset() if kind.forward else frozenset(self.active)
         avals = [
             aval_of(x).with_grad(k in wanted)
             for k, x in enumerate([x for x in self.leaves if isinstance(x, torch.Tensor)])
@@ -179,7 +180,7 @@ class Differentiated:
     def body(
         self,
         values: list[Any],
-        kind: str,
+        kind: Kind,
         finish: Any,
         found: list[Result],
         count: Callable[[Any], int],
@@ -188,7 +189,7 @@ class Differentiated:
         else).
         """
 
-        if kind == "grad":
+        if kind.reverse:
             saved_tensor_hooks.refuse_hooks()
             self.traceable.active = frozenset(self.active)
 
@@ -198,11 +199,9 @@ class Differentiated:
                 level.strict = self.strict
                 level.root.strict = level.root.strict or self.strict
                 saved = (
-                    saved_tensor_hooks.without_hooks()
-                    if kind == "grad"
-                    else contextlib.nullcontext()
+                    saved_tensor_hooks.without_hooks() if kind.reverse else contextlib.nullcontext()
                 )
-                recording = kind == "grad" or torch.is_grad_enabled()
+                recording = kind.reverse or torch.is_grad_enabled()
                 ordinary = (
                     torch.inference_mode(False)
                     if torch.is_inference_mode_enabled()
@@ -273,7 +272,7 @@ def gradients_and_value(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, spec, argnums, api)
-        tensors, aux_spec = target.entered(recorder, "grad", target.active, finish)
+        tensors, aux_spec = target.entered(recorder, GRAD, target.active, finish)
         outs = recorder.end((), tensors, fresh([*target.diff_leaves, *tensors]))
         return outs, lambda outs: build(target, outs, aux_spec)
 
@@ -284,7 +283,7 @@ def gradients_and_value(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values, "grad", finish, found, lambda _: 1)
+        body = target.body(values, GRAD, finish, found, lambda _: 1)
         (out,), pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         if jnp.issubdtype(out.dtype, jnp.inexact):
             grads = as_gradients(pull([jnp.ones((), out.dtype)]), "grad")
@@ -321,7 +320,7 @@ def _grad_in_torch(operands: Sequence[torch.Tensor], active: tuple[int, ...]) ->
     return outs, None
 
 
-replay.TRANSFORMS["grad"], LEVELS["grad"] = _grad_again, _grad_in_torch
+GRAD.again, GRAD.in_torch = _grad_again, _grad_in_torch
 
 
 _torchs = torch.func.vjp  # even after ``patch()``
@@ -383,7 +382,7 @@ def vjp_with_argnums(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, spec, argnums, api)
-        tensors, meta = target.entered(recorder, "vjp", target.active, finish)
+        tensors, meta = target.entered(recorder, VJP, target.active, finish)
         out_spec, n, _ = meta
         outs = recorder.end(n, tensors, fresh(tensors))
         kept = transforms.Kept(func, recorder, outs)
@@ -415,7 +414,7 @@ def vjp_with_argnums(
 
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
-        body = target.body(values, "grad", finish, found, lambda meta: meta[1])
+        body = target.body(values, VJP, finish, found, lambda meta: meta[1])
         outs, pull, rest = varying.vjp(body, *target.split(values), has_aux=True)
         held = pullback.residuals(pull)
         return found[0].after([*held, *outs, *rest], len(held))
@@ -471,7 +470,7 @@ def _vjp_in_torch(operands: Sequence[torch.Tensor], active: tuple[int, ...]) -> 
     return outs, pull
 
 
-replay.TRANSFORMS["vjp"], LEVELS["vjp"] = _vjp_again, _vjp_in_torch
+VJP.again, VJP.in_torch = _vjp_again, _vjp_in_torch
 
 
 def _shapes(outputs: Sequence[Any]) -> list[Any]:

@@ -19,9 +19,10 @@ from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import ARRAYS, Output, Result, of_leaves, put_together
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
+from bridge.kinds import VMAP
 from bridge.private_jax import mapping, same_trace, trace_of
-from bridge.record import replay, transforms
-from bridge.record.in_torch import LEVELS, Level
+from bridge.record import transforms
+from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of
 from bridge.trace.aliasing import Inner, View, expanded
@@ -404,7 +405,7 @@ def _map(
         ]
         params = (tuple(in_axes), randomness)
         tensors, (meta, out_axes) = transforms.entered(
-            recorder, func, "vmap", params, call.leaves, call.spec, avals, (), finish
+            recorder, func, VMAP, params, call.leaves, call.spec, avals, (), finish
         )
         avals, placed = [], []
         for t, d in zip(tensors, out_axes, strict=True):
@@ -433,7 +434,7 @@ def _map(
         parent = state.level
 
         def body(*lanes: Any) -> list[Any]:
-            with push("vmap", randomness) as level:
+            with push(VMAP, randomness) as level:
                 level.size = size
                 if randomness == "different":
                     lanes, lane = lanes[:-1], lanes[-1]
@@ -520,7 +521,7 @@ def _mapped_in_torch(
     return found, None
 
 
-replay.TRANSFORMS["vmap"], LEVELS["vmap"] = _again, _mapped_in_torch
+VMAP.again, VMAP.in_torch = _again, _mapped_in_torch
 
 
 #: Operators whose writes to an unmapped tensor torch.func's errors call "inplace arithmetic", and

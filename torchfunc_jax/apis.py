@@ -11,6 +11,7 @@ import torch
 
 from bridge.boundary import handing_over
 from bridge.boundary.calls import plain
+from bridge.kinds import FUNCTIONALIZE
 from bridge.record.functions import called
 from bridge.record.tensor import Recorded, Unrecordable
 from bridge.record.transforms import NOT_RECORDED
@@ -71,7 +72,7 @@ def functionalize(func: Callable[..., Any], *, remove: str = "mutations") -> Cal
     traced = plain(func)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        done = called("functionalize", func, args, kwargs)
+        done = called(FUNCTIONALIZE, func, args, kwargs)
         return traced(*args, **kwargs) if done is NOT_RECORDED else done
 
     return run

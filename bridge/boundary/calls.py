@@ -27,6 +27,7 @@ from bridge.boundary.results import (
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsJax, NeedsTorch, rewording
+from bridge.kinds import PLAIN
 from bridge.operators import operands
 from bridge.operators.views import view_again
 from bridge.record.tensor import Unrecordable
@@ -307,7 +308,7 @@ def plain(func: Callable[..., Any]) -> Callable[..., Any]:
         traceable.as_given(call.arrays)
 
         def compute(values: list[Any]) -> Result:
-            with push("plain") as level:
+            with push(PLAIN) as level:
                 result = traceable.run(level, values, results.take_apart)
             result.apart = True
             # torch.func copies what it writes back

@@ -37,12 +37,12 @@ from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
+from bridge.kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
 from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import having, process
-from bridge.record import entries
 from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, around, innermost, push, state
@@ -90,7 +90,7 @@ def forward_in_trace(
         return None
     if state.level is None:
         if state.recorder is not None:
-            return entries.PARTS["function"](cls, recording, forward_mode)
+            return FUNCTION.record(cls, recording, forward_mode)
         private_calls.outside_of_traces("autograd.Function")
         return None
     new_style = cls.setup_context is not Function.setup_context
@@ -130,7 +130,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
         # the operator's own derivative is not that of this forward
         with torch.no_grad(), having(state, applied=True):
             return cls.forward(ctx, *args)
-    if innermost("vmap") is not None:
+    if innermost(MAPPING) is not None:
         if ctx is None and private_jax.mapped(
             value_of(x) for x in trees.flatten(args)[0] if isinstance(x, torch.Tensor)
         ):
@@ -175,7 +175,7 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
         (
             level
             for level in around()
-            if level.kind == "vmap" and private_jax.same_trace(level.probe, lanes.trace)
+            if level.kind.maps and private_jax.same_trace(level.probe, lanes.trace)
         ),
         None,
     )
@@ -184,7 +184,7 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
     )
     joined = [lanes.joined(v) for v in values]
     outer = inside if mapping is None else mapping.parent
-    with having(state, level=outer), lanes.outside(), push("plain") as level:
+    with having(state, level=outer), lanes.outside(), push(PLAIN) as level:
         given = [
             wrap(v, x.device, level) if isinstance(x, torch.Tensor) else x
             for x, (v, _) in zip(leaves, joined, strict=True)
@@ -288,7 +288,7 @@ class _Call:
         its tensors.
         """
         args, flags = list(self.args), [False] * len(self.args)
-        with push("function") as level, torch.no_grad(), private.set_forward_mode_enabled(False):
+        with push(FUNCTION) as level, torch.no_grad(), private.set_forward_mode_enabled(False):
             for i, v, n in zip(self.where, values, needs, strict=True):
                 args[i], flags[i] = wrap(v, self.args[i].device, level), n
                 if n and inexact_dtype(args[i].dtype):
@@ -324,7 +324,7 @@ class _Call:
         """Cotangents of the tensor arguments, with None for an argument without one; the given
         cotangents may be None too.
         """
-        with push("plain") as level:
+        with push(PLAIN) as level:
             ctx = kept.restored(residuals, self.device, level)
             given = iter(cotangents)
             cts = [next(given) if is_tensor else None for is_tensor in self.rest[2]]
@@ -358,7 +358,7 @@ class _Call:
         self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]
     ) -> list[Any]:
         """Tangents of the outputs; like the given ones, they may be None."""
-        with push("plain") as level:
+        with push(PLAIN) as level:
             ctx = kept.restored(residuals, self.device, level)
             ctx._pushing = True
             given = [None if t is None else wrap(t, self.device, level) for t in tangents]
@@ -375,12 +375,12 @@ class _Call:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that
         has run, which get the new values.
         """
-        differentiating = innermost("grad", "jvp")
+        differentiating = innermost(DIFFERENTIATING)
         has_jvp = self.cls.jvp is not Function.jvp
         has_backward = (
             self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         )
-        forward_mode = differentiating is not None and differentiating.kind == "jvp"
+        forward_mode = differentiating is not None and differentiating.kind.forward
         if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
             raise self.no_jvp()
         by_jvp = has_jvp and (forward_mode or not has_backward)
@@ -754,7 +754,7 @@ def _undifferentiable(v: jax.Array, *sources: jax.Array) -> jax.Array:
     """
     return (
         gradient_hooks.refused_in_backward(v, sources, _refused)
-        if innermost("jvp") is None
+        if innermost(FORWARD) is None
         else _only_value(v, *sources)
     )
 

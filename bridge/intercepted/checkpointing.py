@@ -12,7 +12,7 @@ import jax
 from bridge import private, private_calls
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
-from bridge.record.entries import PARTS
+from bridge.kinds import CHECKPOINT, PLAIN, Kind
 from bridge.trace.levels import NotInCheckpoint, push, state
 
 
@@ -28,7 +28,7 @@ def checkpoint(
         return private_calls.original("checkpoint")(
             function, *args, use_reentrant=use_reentrant, **kwargs
         )
-    return (PARTS["checkpoint"] if state.level is None else rematerialized)(
+    return (CHECKPOINT.record if state.level is None else rematerialized)(
         function, args, _without_options(kwargs)
     )
 
@@ -51,16 +51,16 @@ def rematerialized(
     def compute(values: list[Any]) -> Result:
         found: list[Result] = []
 
-        def body(values: list[Any], kind: str) -> list[Any]:
+        def body(values: list[Any], kind: Kind) -> list[Any]:
             with push(kind) as level:
                 result = traceable.run(level, values, take_apart)
             found[:] = [result]
             return result.values
 
         try:
-            outs = jax.checkpoint(body, static_argnums=1)(values, "checkpoint")
+            outs = jax.checkpoint(body, static_argnums=1)(values, CHECKPOINT)
         except NotInCheckpoint:
-            outs = body(values, "plain")
+            outs = body(values, PLAIN)
         return Result(outs, found[0].meta, found[0].written)
 
     return put_together(*apply(compute, call.arrays))

@@ -21,6 +21,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
+from bridge.kinds import PLAIN
 from bridge.lowering.common import varying
 from bridge.trace.levels import push, state
 from bridge.trace.tracing import Traced, value_of, wrap
@@ -54,7 +55,7 @@ class _Body:
         return apply(lambda values: Result(compute(values)), self.given)[0]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        with push("plain") as level:
+        with push(PLAIN) as level:
             level.keyed = True  # it may run several times, or not at all
             outs, spec = trees.flatten(
                 self.fn(*put_together([wrap(v, self.device, level) for v in values], self.rest))

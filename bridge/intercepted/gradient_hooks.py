@@ -20,6 +20,7 @@ from bridge import private, private_calls
 from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
+from bridge.kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
 from bridge.process import having
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
@@ -29,8 +30,8 @@ def _refuse_forward_mode() -> None:
     """Refuse a hook if the innermost differentiating transform is a forward-mode one: JAX has no
     tangent of a value with a hook.
     """
-    inner = innermost("grad", "jvp")
-    if inner is not None and inner.kind == "jvp":
+    inner = innermost(DIFFERENTIATING)
+    if inner is not None and inner.kind.forward:
         raise NotImplementedError(
             "a hook on gradients (Tensor.register_hook, register_full_backward_hook) inside jvp: "
             "JAX has no forward-mode derivative of a value with a hook; register it outside of "
@@ -48,7 +49,7 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
             "the gradients of later uses only; register it right after the tensor is "
             f"made{at_line()}"
         )
-    refuse_in_loop("a hook on gradients", "block")
+    refuse_in_loop("a hook on gradients", BLOCK)
     handle = func(t, hook)
     hooked, value, hooks = t.node.hooked or (None, None, [])
     if value_of(t) is not hooked:
@@ -92,7 +93,7 @@ class _TensorHook:
         return self.closed(captured, cotangent) if self.handle.id in self.hooks else cotangent
 
     def _call(self, cotangent: jax.Array) -> jax.Array:
-        with push("plain") as level, torch.enable_grad():
+        with push(PLAIN) as level, torch.enable_grad():
             return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
 
 
@@ -102,7 +103,7 @@ def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> ja
     """
     # plain PyTorch calls a hook in a second backward pass too; inside a transform that
     # differentiates, only that transform calls it
-    again = innermost("grad", "jvp") is None
+    again = innermost(DIFFERENTIATING) is None
     where = at_line() if again and saved else ""
 
     @jax.custom_vjp
@@ -234,7 +235,7 @@ def _name_of(node: Any) -> str:
     name = type(node).__name__
     of_function = (
         isinstance(node, torch.autograd.function.BackwardCFunction)
-        and innermost("grad") is not None
+        and innermost(REVERSE) is not None
     )
     # PyTorch looks for its own by that name
     of_function = of_function and name != "BackwardHookFunctionBackward"
@@ -277,7 +278,7 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
                 for g, n in zip(left, needed, strict=True)
             )
 
-    again = innermost("grad", "jvp") is None
+    again = innermost(DIFFERENTIATING) is None
     observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
     outs = tuple(wrap(v, d) for v, d in zip(observed(*values), devices, strict=True))
     ctx.mark_non_differentiable(*[o for o, n in zip(outs, needed, strict=True) if not n])
@@ -293,7 +294,7 @@ def _late() -> Iterator[Level]:
         yield state.level
         return
     if state.late is None:
-        state.late = Level("plain", None)
+        state.late = Level(PLAIN, None)
     level = state.late
     with (
         having(state, level=level),

@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private, private_calls
 from bridge.errors import at_line
+from bridge.kinds import NUMBERED
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, lift, value_of
@@ -116,7 +117,7 @@ def run_backward(
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))
     if accumulate_grad and level is not None:
-        if level.kind in ("grad", "jvp", "vmap"):
+        if level.kind.numbered:
             raise RuntimeError(_IN_TRANSFORM + at_line())
         grads, leaves = (
             level.root.grads,
@@ -126,7 +127,7 @@ def run_backward(
             for t in leaves:
                 grads.touch(t, read=True)
         elif any(type(t) is not Traced or t.node.level is not level for t in leaves):
-            if innermost("grad", "jvp", "vmap") is not None:
+            if innermost(NUMBERED) is not None:
                 raise RuntimeError(_IN_TRANSFORM + at_line())
             raise RuntimeError(
                 "backward(): it would set the .grad of a tensor from outside, which only a jitted "

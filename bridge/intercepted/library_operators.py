@@ -29,6 +29,7 @@ from bridge.cache_keys import identical
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, NoLoweringError, at_line, no_jvp
 from bridge.intercepted import autograd_function
+from bridge.kinds import FUNCTION
 from bridge.operators import operands
 from bridge.operators.mutation import store
 from bridge.process import having, process
@@ -503,7 +504,7 @@ class _OperatorPlan:
             if grad:
                 operands.note_use(given)
             # a Function's own rule gives the derivative
-            inside = not given or state.level.kind == "function"
+            inside = not given or state.level.kind is FUNCTION
             new = (
                 _Operator.forward(call, *given)
                 if inside

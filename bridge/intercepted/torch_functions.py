@@ -24,6 +24,7 @@ from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import attention, cuda_functions, gradient_hooks
 from bridge.intercepted.control_flow import traced
+from bridge.kinds import MAPPING
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
 from bridge.operators.special_cases import presumed
@@ -242,7 +243,7 @@ def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
     """bool(x): PyTorch's C++ calls item(), which torch.func.vmap refuses in other words."""
     if presumed(input) is not None:
         return func(input)
-    if innermost("vmap") is not None:
+    if innermost(MAPPING) is not None:
         concrete(input, "bool()")
     return _number(func, input)
 

@@ -44,6 +44,7 @@ from bridge.jit import products
 from bridge.jit.block_calls import rows
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
+from bridge.kinds import PLAIN
 from bridge.lowering.common import varying
 from bridge.process import having
 from bridge.programs import closure_scan
@@ -438,7 +439,7 @@ def trace(
                 info["drawn"] = root.drawn = AtEachCall(seeds, meets)
             with (
                 contextlib.nullcontext() if watch is None else watch.watching(),
-                push("plain") as level,
+                push(PLAIN) as level,
                 _ValuesFromOutside(),
             ):
                 result = traceable.run(level, arguments, take_apart)

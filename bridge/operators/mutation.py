@@ -18,6 +18,7 @@ import torch
 from bridge import private, private_jax
 from bridge.convert import dtypes
 from bridge.errors import at_line
+from bridge.kinds import FORWARD, REVERSE
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.lowering.tensors.copies import revalue, revalue_at
@@ -119,7 +120,7 @@ def store(
     root = state.level.root
     if root.strict:  # in forward mode, what was written to keeps a tangent, of zeros
         value = requires_grad.tie_strictly(value, value_of(target), ())
-    keep = _kept if root.stops or innermost("grad") is not None else None
+    keep = _kept if root.stops or innermost(REVERSE) is not None else None
     assign(
         target, value, detached or None, keep=None if detached or torch.is_grad_enabled() else keep
     )
@@ -127,13 +128,13 @@ def store(
 
 def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
     """new with old's derivative, but in forward mode, which ignores no_grad."""
-    if innermost("jvp") is None:
+    if innermost(FORWARD) is None:
         return folding.run(revalue, (old, new), {})
     refuse_in_checkpoint()
     value, inside, root = new, 0, state.level.root
     for level in around():
-        if level.kind in ("grad", "jvp") and private_jax.in_trace(level.probe, old, new):
-            value = revalue_at(old, value, inside) if level.kind == "grad" else value
+        if level.kind.differentiates and private_jax.in_trace(level.probe, old, new):
+            value = revalue_at(old, value, inside) if level.kind.reverse else value
             inside += 1
     return revalue_at(old, value, inside) if root.stops else value
 

@@ -14,6 +14,7 @@ import torch
 from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
 from bridge.errors import at_line, in_words_of_vmap
+from bridge.kinds import FORWARD, FUNCTION, MAPPING
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
@@ -101,7 +102,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             out = lower(*values, **named) if checks_only else folding.run(lower, values, named)
         except Exception as error:
             found = _explain(func, args, kwargs, error)
-            if innermost("vmap") is not None:
+            if innermost(MAPPING) is not None:
                 found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
             raise found from error
         if no_grad:
@@ -124,7 +125,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         device = device_of(args, kwargs)
         lanes, lying = (
             (None, None)
-            if innermost("vmap") is None
+            if innermost(MAPPING) is None
             else torch_numbers.laid_out(func, args, kwargs, out)
         )
         return wrap_all(out, device, PLAIN if lying else _layout(func, args, kwargs), lanes, lying)
@@ -153,7 +154,7 @@ def _layout(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if name in _STRIDES_OF_THE_FIRST and all(
         step or n < 2 for n, step in zip(args[0].shape, args[0].stride(), strict=True)
     ):
-        kept = name not in _CONTIGUOUS_IN_VMAP or innermost("vmap") is None
+        kept = name not in _CONTIGUOUS_IN_VMAP or innermost(MAPPING) is None
         return strides_of(args[0]) if kept else None, not _unknown(args[0])
     like_first = name in _LIKE_THE_FIRST or name in _STRIDES_OF_THE_FIRST
     # others do not keep the operands' memory order
@@ -267,12 +268,12 @@ def stop(out: Any) -> Any:
     own; our forward mode ignores no_grad.
     """
     level, root = state.level, state.level.root
-    if level.kind == "function":  # the Function's own rule gives the derivative
+    if level.kind is FUNCTION:  # the Function's own rule gives the derivative
         return out
-    probes = [each.probe for each in around() if each.kind == "grad"]
+    probes = [each.probe for each in around() if each.kind.reverse]
     if not (probes or root.stops):
         return out
-    if innermost("jvp") is None:
+    if innermost(FORWARD) is None:
         return jax.tree_util.tree_map(constant, out)
     refuse_in_checkpoint()
 
@@ -290,8 +291,8 @@ def stop_tangents(out: Any) -> Any:
     """Make values computed while forward-mode AD is off constants to the innermost forward-mode
     transform.
     """
-    level = innermost("jvp", "function")
-    if level is None or level.kind == "function":  # the Function's own rule gives the derivative
+    level = innermost(FORWARD | {FUNCTION})
+    if level is None or level.kind is FUNCTION:  # the Function's own rule gives the derivative
         return out
     return jax.tree_util.tree_map(lambda v: private_jax.stop_at(v, level.probe), out)
 

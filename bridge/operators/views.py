@@ -14,6 +14,7 @@ import torch
 from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.errors import at_line
+from bridge.kinds import REVERSE
 from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, pure, stop
@@ -219,7 +220,7 @@ def detach_in_place(t: Traced) -> None:
     """Detach a tensor from the innermost grad transform, as detach_() does: PyTorch's kernel
     changes only that transform's metadata.
     """
-    level = innermost("grad")
+    level = innermost(REVERSE)
     t.node = _detached_node(
         t, constant if level is None else lambda v: private_jax.stop_at(v, level.probe)
     )

@@ -29,6 +29,7 @@ import jaxlib
 import torch
 from jax.experimental import serialize_executable
 
+from bridge.kinds import Kind
 from bridge.lowering.registry import OVERRIDDEN
 from bridge.process import log_once
 from bridge.record.entries import Begin, End, Input, Left, Number, Op, Out, Pull, Ref
@@ -61,6 +62,8 @@ def _words(x: Any) -> str:
     kind = type(x)
     if kind in _PLAIN:
         return repr(x)
+    if kind is Kind:
+        return x.name
     if kind in (tuple, list, torch.Size):
         return f"{kind.__name__}({','.join(map(_words, x))})"
     if kind is dict:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bridge.kinds import Kind
 from bridge.record.tensor import Aval
 
 
@@ -83,7 +84,7 @@ class Begin:
     and how many arguments its function gets.
     """
 
-    kind: str
+    kind: Kind
     params: Any
     made: int
     grad: bool
@@ -134,11 +135,6 @@ def _tensors(outs: Any) -> int:
 def interned(kind: Any, *what: Any) -> Any:
     """The one object of a kind (Begin, End, Pull, Left or Input) with these fields."""
     return kind(*what)
-
-
-#: Functions that record what is neither a torch function nor a transform of ours, by name. Each
-#: file enters its function here when it is imported.
-PARTS: dict[str, Callable[..., Any]] = {}
 
 
 def mapped(fn: Callable[[Any], Any], x: Any) -> Any:

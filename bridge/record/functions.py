@@ -19,11 +19,10 @@ from bridge.cache_keys import Same
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
+from bridge.kinds import CHECKPOINT, FUNCTION, FUNCTIONALIZE, Kind
 from bridge.process import having
-from bridge.record.entries import PARTS
-from bridge.record.in_torch import LEVELS, Level
+from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
-from bridge.record.replay import TRANSFORMS
 from bridge.record.tensor import Unrecordable, aval_of
 from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
 from bridge.trace.levels import state
@@ -123,7 +122,7 @@ class _Call:
         first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
         with torch.set_grad_enabled(self.recording):  # the grad mode around the call
             arguments = recorder.begin(
-                "function", (self.cls, given), operands, list(map(aval_of, operands))
+                FUNCTION, (self.cls, given), operands, list(map(aval_of, operands))
             )
         filled = put_together(arguments, given.value)
         ctx = self.ctx
@@ -244,12 +243,12 @@ def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Write torch.utils.checkpoint down as a part of the record; its function's values are computed
     again in the backward pass.
     """
-    done = called("checkpoint", function, args, kwargs)
+    done = called(CHECKPOINT, function, args, kwargs)
     return rematerialized(function, args, kwargs) if done is NOT_RECORDED else done
 
 
 def called(
-    kind: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    kind: Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write down a call that changes no values, or make a record of it and run that; returns what
     ``transform`` does.
@@ -307,8 +306,6 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     return t if t._base is None else t._base
 
 
-PARTS.update(function=_function, checkpoint=_checkpoint)
-TRANSFORMS.update(
-    function=_function_again, checkpoint=_checkpoint_again, functionalize=_functionalized
-)
-LEVELS["functionalize"] = _functionalized_in_torch
+FUNCTION.record, FUNCTION.again = _function, _function_again
+CHECKPOINT.record, CHECKPOINT.again = _checkpoint, _checkpoint_again
+FUNCTIONALIZE.again, FUNCTIONALIZE.in_torch = _functionalized, _functionalized_in_torch

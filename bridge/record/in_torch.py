@@ -17,6 +17,7 @@ import torch
 from bridge import private
 from bridge.errors import NeedsTorch
 from bridge.intercepted.library_operators import called_in_torch
+from bridge.kinds import CHECKPOINT
 from bridge.record import replay
 from bridge.record.entries import Begin, Op
 from bridge.record.tensor import Recorded, Unrecordable
@@ -28,14 +29,11 @@ Pull = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 #: objects may be put for the same tensors, is sent the function's results and the params of the
 #: End, and returns the transform's results and a Pull.
 Level = Generator[list[torch.Tensor], Any, tuple[list[torch.Tensor], Pull | None]]
-#: By a transform's kind, the function that runs it so; it takes the operands and the params of the
-#: Begin.
-LEVELS: dict[str, Callable[[Sequence[torch.Tensor], Any], Level]] = {}
 
 
 def can_repeat(trace: Sequence[tuple[Any, tuple[int, ...]]]) -> bool:
     """Whether PyTorch can run the transforms of a record."""
-    return all(type(what) is not Begin or what.kind in LEVELS for what, _ in trace)
+    return all(type(what) is not Begin or what.kind.in_torch is not None for what, _ in trace)
 
 
 def _called(operands: Sequence[torch.Tensor], _: Any) -> Level:
@@ -44,7 +42,7 @@ def _called(operands: Sequence[torch.Tensor], _: Any) -> Level:
     return results, None
 
 
-LEVELS["checkpoint"] = _called
+CHECKPOINT.in_torch = _called
 
 
 class InTorch(replay.Run):
@@ -129,10 +127,10 @@ class InTorch(replay.Run):
 
     def begin(self, what: Begin, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Enter a transform; returns the arguments of its function."""
-        if what.kind not in LEVELS:
-            raise NeedsTorch(f"{what.kind} of a function that cannot be recorded")
+        if what.kind.in_torch is None:
+            raise NeedsTorch(f"{what.kind.name} of a function that cannot be recorded")
         torch.set_grad_enabled(what.grad)
-        level = LEVELS[what.kind](operands, what.params)
+        level = what.kind.in_torch(operands, what.params)
         arguments = next(level)
         self.entered.append(level)
         return arguments

@@ -19,6 +19,7 @@ from bridge.boundary.autograd import computed
 from bridge.convert import dtypes
 from bridge.errors import DataDependentError
 from bridge.intercepted.library_operators import of_library
+from bridge.kinds import PLAIN
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
 from bridge.record.tensor import Aval, Unrecordable, aval, aval_of, lane_of
 from bridge.trace import tracing
@@ -347,7 +348,7 @@ def _traced(
 
     def run(*values: jax.Array) -> list[Any]:
         with tracing.root() as root:
-            with push("plain"), _Draws() as draws:
+            with push(PLAIN), _Draws() as draws:
                 traced = [_operand(v, a) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
             outs = _outs(out, _mapped(avals))

@@ -19,6 +19,7 @@ import torch
 
 from bridge import private
 from bridge.boundary.autograd import Untransformed
+from bridge.kinds import FUNCTION
 from bridge.record.entries import Begin, End, Input, Op, interned
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, aval_of
@@ -136,7 +137,7 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
         )
     )
     (_, begin, operands), *inside = [entry for entry in trace if type(entry[1]) is not Input]
-    if type(begin) is not Begin or begin.kind != "vmap" or begin.params[1] != "error":
+    if type(begin) is not Begin or not begin.kind.maps or begin.params[1] != "error":
         return None
     depths = list(
         itertools.accumulate(
@@ -146,7 +147,7 @@ def wide(recorder: Recorder, refs: Sequence[int]) -> Wide | None:
     if 0 in depths[:-1] or depths[-1]:
         return None
     functions = [
-        what.params[0] for _, what, _ in inside if type(what) is Begin and what.kind == "function"
+        what.params[0] for _, what, _ in inside if type(what) is Begin and what.kind is FUNCTION
     ]
     if any(cls.vmap is not torch.autograd.Function.vmap for cls in functions):
         return None  # it is told how many lanes there are

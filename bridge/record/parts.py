@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bridge.kinds import FUNCTION, Kind
 from bridge.record.entries import Begin, End, Input, Op, Pull, interned
 from bridge.trace.torch_numbers import by_torch
 
@@ -64,7 +65,7 @@ class Known:
     def writes_outside(self, recorder: Any) -> bool:
         """Whether the record may have written to memory from outside."""
         entries, at, inputs = self.noted
-        begun: list[str] = []
+        begun: list[Kind] = []
         for what, operands in recorder.trace[entries:]:
             own = range(at, at + what.made)
             at += what.made
@@ -86,7 +87,7 @@ class Known:
             elif type(what) is Begin:
                 begun.append(what.kind)
                 self.same.update(zip(own, of, strict=False))
-            elif type(what) is End and begun and begun.pop() == "function" and len(of) == len(own):
+            elif type(what) is End and begun and begun.pop() is FUNCTION and len(of) == len(own):
                 self.same.update(zip(own, of, strict=True))
                 self.latest.update(zip(of, own, strict=True))
         self.noted = len(recorder.trace), at, inputs

@@ -29,6 +29,7 @@ from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
 from bridge.jit.compiled import Compiled
 from bridge.jit.program import Packing, Program, trace
+from bridge.kinds import FUNCTION
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.places import Place
@@ -458,7 +459,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     rules = [
         rule
         for what, _ in recorder.trace
-        if type(what) is Begin and what.kind == "function"
+        if type(what) is Begin and what.kind is FUNCTION
         for rule in _rules(what.params[0])
     ]
     watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]

@@ -26,6 +26,7 @@ from bridge.cache_keys import identical
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
+from bridge.kinds import FUNCTION, Kind
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
@@ -58,7 +59,7 @@ from bridge.trace.tracing import in_level, on_meta, settled
 class Level:
     """A transform that is being recorded."""
 
-    kind: str
+    kind: Kind
     owner: Recorder
     parent: Level | None
     before: tuple[int, int]  # how many entries and numbers the record had when it began
@@ -109,11 +110,6 @@ _WHOLE = 2
 _SHOWN = 8  # a function that shows more tensors in this way runs in PyTorch from its next call on
 # how many entries run for that in one call, a matter of seconds; then the function starts again
 _REPLAYED = 50_000
-_DIFFERENTIATING = {"grad", "vjp", "jacrev", "jvp"}
-# transforms whose results are computed from derivatives
-_OF_DERIVATIVES = {*_DIFFERENTIATING, "linearize", "jet"}
-# those whose functions' values can be used after them
-_LEFT = {*_DIFFERENTIATING, "linearize", "vmap", "checkpoint"}
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 # it asks for these at each operator
 _grad_mode, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype
@@ -282,7 +278,7 @@ class Recorder(TorchFunctionMode):
         if not self.leaves(t):
             raise escaped(t.level)
         grad = t.aval.requires_grad and all(
-            level.goes_back or level.kind not in _OF_DERIVATIVES for level in ended
+            level.goes_back or not level.kind.differentiates for level in ended
         )
         self.trace.append((interned(Left), (t.ref,)))
         t.ref, t.aval, t.level, t.before = (
@@ -307,8 +303,7 @@ class Recorder(TorchFunctionMode):
             and t.ref >= 0
             and t.aval.outside(depth) is t.aval
             and all(
-                x.kind in _LEFT or (x.kind == "function" and not self._changes_since(x))
-                for x in ended
+                x.kind.leaves or (x.kind is FUNCTION and not self._changes_since(x)) for x in ended
             )
         )
 
@@ -741,7 +736,7 @@ class Recorder(TorchFunctionMode):
         ]
         try:
             kinds = [level.kind for level in around(t.level if type(t) is Recorded else None)]
-            if self.writes or self.mapped() or not set(kinds) <= _DIFFERENTIATING:
+            if self.writes or self.mapped() or not all(kind.in_texts for kind in kinds):
                 return self._shown_in_transforms(t)
             text = repr(self.now([t])[0])
             for number in range(1, len(kinds) + 1):
@@ -774,7 +769,7 @@ class Recorder(TorchFunctionMode):
 
     # -- transforms --------------------------------------------------------------------------------
     def begin(
-        self, kind: str, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]
+        self, kind: Kind, params: Any, operands: Sequence[torch.Tensor], avals: Sequence[Aval]
     ) -> list[Any]:
         """Enter a transform with these operands; returns the arguments of its function."""
         if self.in_torch is not None:
@@ -786,9 +781,7 @@ class Recorder(TorchFunctionMode):
         except TypeError:
             raise Unrecordable("an unhashable argument") from None
         arguments = range(self.count, self.count + len(avals))
-        self.level = Level(
-            kind, self, self.level, before, arguments, self.mapped() + (kind == "vmap")
-        )
+        self.level = Level(kind, self, self.level, before, arguments, self.mapped() + (kind.maps))
         return self._noted(what, refs, avals)
 
     def end(self, params: Any, results: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
@@ -802,7 +795,7 @@ class Recorder(TorchFunctionMode):
             return self.in_torch.end(params, results)
         level = self.level
         level.goes_back = (
-            level.kind in _OF_DERIVATIVES and level.parent is not None and self._goes_back(level)
+            level.kind.differentiates and level.parent is not None and self._goes_back(level)
         )
         if level.goes_back:
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]

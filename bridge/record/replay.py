@@ -16,6 +16,7 @@ import torch
 from bridge import private
 from bridge.boundary import autograd
 from bridge.errors import EscapedTensorError, NotInLoopError
+from bridge.kinds import CHECKPOINT, FUNCTION, LOOP
 from bridge.lowering.common import varying
 from bridge.programs.guards import within_autocast
 from bridge.record import loops
@@ -23,11 +24,6 @@ from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, f
 from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import push
-
-#: By a transform's kind, the function that runs it again. It takes the transform's function, the
-#: operands, and the params of the Begin and of the End; it returns the results and a function that
-#: pulls back, or None.
-TRANSFORMS: dict[str, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,7 +73,7 @@ def parsed(
         elif kind is End:
             block = stack.pop()
             block.end, block.results, block.first, block.used_after = what, refs, count, used
-            if block.begin.kind in ("checkpoint", "function"):
+            if block.begin.kind in (CHECKPOINT, FUNCTION):
                 block.left = tuple([r for r in left if block.arguments <= r < count])
             stack[-1].entries.append(block)
         else:
@@ -162,7 +158,7 @@ class Run:
         devices = [t.device for t in given]
 
         def step(carry: Sequence[jax.Array], repetition: jax.Array) -> tuple[list[jax.Array], None]:
-            with push("loop") as level:
+            with push(LOOP) as level:
                 arguments = [tracing.wrap(v, d, level) for v, d in zip(carry, devices, strict=True)]
                 inner = Run(python_numbers.in_repetition(numbers, loop.numbers, repetition))
                 for what, operands, first in loop.entries:
@@ -249,7 +245,7 @@ class Run:
         if block.left:
             self.store(operands[: block.begin.made], block.arguments)
             self.run(block.entries)
-            if block.begin.kind == "checkpoint":  # without it, the values are the same
+            if block.begin.kind is CHECKPOINT:  # without it, the values are the same
                 return self.store([self.env[r] for r in block.results], block.first)
             left = {r: self.env[r] for r in block.left}
 
@@ -261,7 +257,7 @@ class Run:
             return tuple([self.env[r] for r in block.results])
 
         with torch.set_grad_enabled(block.begin.grad):
-            outs, pull = TRANSFORMS[block.begin.kind](
+            outs, pull = block.begin.kind.again(
                 body, operands, block.begin.params, block.end.params
             )
         # however often body has run: a Function's own vmap may run another forward, and never this

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from bridge import private
+from bridge.kinds import JVP
 from bridge.record.entries import Out, functions_of, mapped, tensors_in, with_values
 from bridge.record.tensor import Recorded, Unrecordable, aval, aval_of
 from bridge.trace.storage import contiguous
@@ -34,7 +35,7 @@ def _hooked(
     """register_hook. What captured tensors make require grad does not require it in a vmap of
     PyTorch's: there, that starts again.
     """
-    if recorder.level.kind in ("vmap", "jvp"):
+    if recorder.level.kind.maps or recorder.level.kind is JVP:
         recorder.resumable = False
     raise Unrecordable(str(func))
 

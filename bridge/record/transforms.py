@@ -22,6 +22,7 @@ from bridge.boundary.results import with_twins
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, advice, escaped, public
 from bridge.intercepted import autograd_function as intercepted
+from bridge.kinds import Kind
 from bridge.process import having, process
 from bridge.record import replay
 from bridge.record.escaped import Left
@@ -290,7 +291,7 @@ def unwatched() -> contextlib.AbstractContextManager[Any]:
 def entered(
     recorder: Recorder,
     func: Callable[..., Any],
-    kind: str,
+    kind: Kind,
     params: Any,
     leaves: Sequence[Any],
     spec: Any,
@@ -318,7 +319,7 @@ def entered(
             with_twins([next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves]),
         )
         with contextlib.ExitStack() as stack:
-            if kind in ("grad", "jacrev", "vjp"):
+            if kind.reverse:
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(saved_tensor_hooks.without_hooks())
             return func(*args, **kwargs)

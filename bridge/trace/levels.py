@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import torch
 
 from bridge.errors import NotInLoopError
+from bridge.kinds import CHECKPOINT, LOOP, Kind
 from bridge.trace.storage import Node
 
 _CAPTURED_WRITE = (
@@ -29,10 +30,7 @@ _CAPTURED_WRITE = (
 class Level:
     """One transform in progress."""
 
-    #: "root", "vmap", "grad", "jvp", "function" (the forward of an autograd.Function), "loop" (a
-    #: step that runs several times), "checkpoint" (what the backward pass computes again), "block"
-    #: (of equal blocks, the one that is traced for others) or "plain"
-    kind: str
+    kind: Kind
     parent: Level | None
     randomness: str | None = None  # for vmap: "error", "same" or "different"
     # gives the JAX key that random operators of this level draw from; None: they draw from the
@@ -104,9 +102,9 @@ class Level:
         if node.level is self:
             return
         # torch.func allows out=
-        if self.kind in ("grad", "jvp") and not getattr(
-            self.operator, "_overloadname", ""
-        ).endswith("out"):
+        if self.kind.differentiates and not getattr(self.operator, "_overloadname", "").endswith(
+            "out"
+        ):
             raise RuntimeError(
                 _CAPTURED_WRITE.format(op=getattr(self.operator, "name", lambda: self.operator)())
             )
@@ -157,7 +155,7 @@ state = _State()
 
 @contextlib.contextmanager
 def push(
-    kind: str, randomness: str | None = None, key: Callable[[], jax.Array] | None = None
+    kind: Kind, randomness: str | None = None, key: Callable[[], jax.Array] | None = None
 ) -> Iterator[Level]:
     """Enter a level. On exit, writes to outer levels' tensors are undone; the caller repeats them
     one level up with the new values.
@@ -192,10 +190,10 @@ def around(level: Level | None = None) -> Iterator[Level]:
 
 def vmaps_of_draws() -> list[Level]:
     """The vmaps whose rules hold for a draw, the outermost first."""
-    return [each for each in around() if each.kind == "vmap"][::-1]
+    return [each for each in around() if each.kind.maps][::-1]
 
 
-def innermost(*kinds: str) -> Level | None:
+def innermost(kinds: Collection[Kind]) -> Level | None:
     """The innermost level of one of these kinds; None if there is none."""
     return next((level for level in around() if level.kind in kinds), None)
 
@@ -208,15 +206,15 @@ class NotInCheckpoint(Exception):
 
 def refuse_in_checkpoint() -> None:
     """Raise NotInCheckpoint inside of one."""
-    if innermost("checkpoint") is not None:
+    if innermost({CHECKPOINT}) is not None:
         raise NotInCheckpoint
 
 
-def refuse_in_loop(what: str, kind: str = "loop") -> None:
+def refuse_in_loop(what: str, kind: Kind = LOOP) -> None:
     """Raise NotInLoopError inside a step of a loop, whose values are not known outside of the loop;
     kind: that of the step's level.
     """
-    if innermost(kind) is not None:
+    if innermost({kind}) is not None:
         raise NotInLoopError(f"{what}, in a loop")
 
 

@@ -24,6 +24,7 @@ from jax.interpreters import batching, mlir
 
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
+from bridge.kinds import NUMBERED
 from bridge.lowering.registry import overload
 from bridge.process import having, process
 from bridge.trace import folding, python_numbers
@@ -449,7 +450,7 @@ def drawing() -> Any:
 
 def _in_dropout(name: str, args: list[Any]) -> tuple[str, list[Any]]:
     """A draw of dropout's, as torch.func makes it, which replaces dropout in its transforms."""
-    if name != "aten.bernoulli_.float" or innermost("vmap", "grad", "jvp") is None:
+    if name != "aten.bernoulli_.float" or innermost(NUMBERED) is None:
         return name, args
     blank = args[0]
     return "aten.bernoulli.p", [
@@ -665,7 +666,7 @@ def laid_out(
     fixed = kwargs.get("memory_format") is torch.contiguous_format
     if all(each.lanes_outermost() and not (fixed and any(each.places)) for each in lying):
         return found, None
-    vmaps = [each for each in around() if each.kind == "vmap"][::-1]
+    vmaps = vmaps_of_draws()
 
     def blank(x: Any) -> Any:
         if type(x) in (list, tuple):

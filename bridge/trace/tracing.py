@@ -30,6 +30,7 @@ from bridge.errors import (
     at_line,
     escaped,
 )
+from bridge.kinds import FUNCTION, MAPPING, PLAIN, ROOT
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.programs import guards
@@ -219,8 +220,8 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
             value = inner
         else:
             dim = None
-        if level.kind in ("grad", "jvp") or dim is not None:
-            number = sum(each.kind in ("vmap", "grad", "jvp") for each in around(level))
+        if level.kind.differentiates or dim is not None:
+            number = sum(each.kind.numbered for each in around(level))
             return in_level(_shown(value, device, level.parent), number, dim)
         level = level.parent
     # torch's autograd around the call
@@ -390,9 +391,7 @@ def _outside(t: Traced) -> Node:
     that it has there; or raise.
     """
     ended = [level for level in around(t.node.level) if level.closed]
-    if (level := ended[-1].parent) is None or any(
-        each.kind not in ("grad", "jvp", "vmap") for each in ended
-    ):
+    if (level := ended[-1].parent) is None or any(not each.kind.numbered for each in ended):
         raise escaped(t.node.level)
     if isinstance(source := t.node.root.source, torch.Tensor):
         t.node = _views_again(t.node, node_of(source))
@@ -443,7 +442,7 @@ def _read_from(value: Any, node: Node) -> Any:
     # what the node has read before may have derivatives
     root.value, root.version = value, root.version + 1
     try:
-        with push("plain"):  # the rules of some views look at the levels
+        with push(PLAIN):  # the rules of some views look at the levels
             return read(node, node.level)
     finally:
         root.value, root.version = before
@@ -579,7 +578,7 @@ def exchanged(what: str) -> BaseException:
     """
     level = state.level or state.recorder.level
     differentiates = any(
-        each.kind not in ("root", "vmap", "plain", "checkpoint", "block") for each in around(level)
+        each.kind.differentiates or each.kind is FUNCTION for each in around(level)
     )
     return (RuntimeError if differentiates else NeedsTorch)(
         f"{what}: a tensor from outside the transform was to get other memory inside it, which "
@@ -608,8 +607,8 @@ def _without_derivative(t: torch.Tensor) -> torch.Tensor:
     array would end the derivative.
     """
     value = value_of(t)
-    # a Function has its own derivative
-    if state.level.kind != "function" and (t.requires_grad or private_jax.differentiations(value)):
+    own = state.level.kind is FUNCTION  # it has its own derivative
+    if not own and (t.requires_grad or private_jax.differentiations(value)):
         raise RuntimeError(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead; "
             "a JAX function or a Flax module called with it would have no derivative "
@@ -622,7 +621,7 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     """The error for a value, or a shape that depends on values, asked for under vmap or jit; its
     words contain torch.func's own.
     """
-    said, where = "", "jit" if innermost("vmap") is None else "vmap"
+    said, where = "", "jit" if innermost(MAPPING) is None else "vmap"
     if where == "vmap" and dynamic_shape:
         said = (
             "vmap: We do not support batching operators that can output dynamic shape. "
@@ -753,7 +752,7 @@ def root() -> Iterator[Level]:
     restored on exit, even after an error.
     """
     with (
-        push("root") as level,
+        push(ROOT) as level,
         jax.enable_x64(True),
         compiling.correctly(),
         HANDED_IN["intercepted"](),

@@ -37,9 +37,8 @@ from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.programs.closure_scan import Unsearched
-from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
-from bridge.trace.levels import state
+from bridge.trace.levels import Unrecordable, state
 
 _SYMBOLIC = jax.custom_derivatives.SymbolicZero
 _WIDE = frozenset({torch.float64, torch.complex128})

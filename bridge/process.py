@@ -118,9 +118,9 @@ class Process:
     # (bridge/boundary/handing_over.py)
     forked: bool = False
     #: what XLA has compiled and whether it can be stored, by a name of what it computes and whether
-    #: it was compiled fast (bridge/record/executables.py)
+    #: it was compiled fast (bridge/xla/executables.py)
     executables: Recent = field(default_factory=lambda: Recent(128))
-    compiler: Any = None  # the thread that compiles programs well (bridge/record/tiers.py)
+    compiler: Any = None  # the thread that compiles programs well (bridge/xla/tiers.py)
     # the messages that were logged once (log_once)
     logged: dict[str, object] = field(default_factory=dict)
 

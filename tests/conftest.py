@@ -23,7 +23,7 @@ import torch
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.operators.register import register_lowering
 from bridge.process import process
-from bridge.record import disk
+from bridge.xla import disk
 
 _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 

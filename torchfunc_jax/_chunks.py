@@ -22,8 +22,7 @@ from bridge.errors import NotInLoopError
 from bridge.jit.compiled import memory_of
 from bridge.jit.program import aval
 from bridge.kinds import LOOP, PLAIN
-from bridge.record.tensor import Unrecordable
-from bridge.trace.levels import push, state
+from bridge.trace.levels import Unrecordable, push, state
 from bridge.trace.tracing import value_of, wrap
 
 _TRIALS = 6  # how many programs are compiled at most

@@ -17,6 +17,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.linear import Linear
 from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_array
 from bridge.convert import trees
+from bridge.convert.strides import strides_of
 from bridge.errors import is_no_jvp, no_jvp
 from bridge.kinds import JVP, LINEARIZE
 from bridge.lowering.common import varying
@@ -28,7 +29,6 @@ from bridge.record.tensor import Recorded, fresh
 from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
 from bridge.trace.requires_grad import tie_tangents
-from bridge.trace.storage import strides_of
 from bridge.trace.tracing import Traced, value_of
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated

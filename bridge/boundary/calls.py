@@ -30,10 +30,9 @@ from bridge.errors import NeedsJax, NeedsTorch, rewording
 from bridge.kinds import PLAIN
 from bridge.operators import operands
 from bridge.operators.views import view_again
-from bridge.record.tensor import Unrecordable
 from bridge.trace import tracing
 from bridge.trace.aliasing import read, views_between, write
-from bridge.trace.levels import Level, push, state
+from bridge.trace.levels import Level, Unrecordable, push, state
 from bridge.trace.storage import Geometry, Node
 from bridge.trace.tracing import node_of, numbered, value_of, wrap
 

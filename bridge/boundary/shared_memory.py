@@ -18,9 +18,10 @@ import torch
 from bridge import private
 from bridge.boundary.results import Output, Result, SharedOutput
 from bridge.convert import dtypes
+from bridge.convert.strides import span
 from bridge.errors import NeedsTorch
 from bridge.operators.views import can_repeat
-from bridge.trace.storage import Node, span
+from bridge.trace.storage import Node
 
 _Span = tuple[int, int, bool]  # (first byte, the byte after the last, whether it is written to)
 

@@ -21,8 +21,8 @@ import torch
 from bridge import devices, private, private_jax
 from bridge.convert import dtypes
 from bridge.convert.sparse import SparseOperand
+from bridge.convert.strides import strides_of
 from bridge.process import process
-from bridge.trace.storage import strides_of
 
 # numpy has no bfloat16 or 8-bit floats of its own: they are converted as integers of the same width
 _AS_INT = {

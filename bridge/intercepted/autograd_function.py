@@ -43,9 +43,8 @@ from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.process import having, process
-from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import read
-from bridge.trace.levels import Level, around, innermost, push, state
+from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
 from bridge.trace.random_keys import Place, SeededInside
 from bridge.trace.storage import OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, plan_of, value_of, wrap

@@ -27,15 +27,14 @@ from bridge import private, private_meta
 from bridge.boundary.results import inexact_dtype
 from bridge.cache_keys import identical
 from bridge.convert import dtypes, tensors
+from bridge.convert.arguments import mapped, tensors_in
 from bridge.errors import DataDependentError, NoLoweringError, at_line, no_jvp
 from bridge.intercepted import autograd_function
 from bridge.kinds import FUNCTION
 from bridge.operators import operands
 from bridge.operators.mutation import store
 from bridge.process import having, process
-from bridge.record.entries import mapped, tensors_in
-from bridge.record.tensor import Unrecordable
-from bridge.trace.levels import state
+from bridge.trace.levels import Unrecordable, state
 from bridge.trace.python_numbers import is_input
 from bridge.trace.tracing import HANDED_IN, unknown_value, value_of, wrap
 

@@ -29,9 +29,8 @@ from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
 from bridge.operators.special_cases import presumed
 from bridge.process import having
-from bridge.record.tensor import Unrecordable
 from bridge.trace.aliasing import conjugates, views_between
-from bridge.trace.levels import innermost, state
+from bridge.trace.levels import Unrecordable, innermost, state
 from bridge.trace.torch_numbers import refuse_unmapped
 from bridge.trace.tracing import (
     PYTHON_RULES,

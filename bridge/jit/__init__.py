@@ -7,7 +7,6 @@ shapes, dtypes and static values.
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
 - ``attributes``: what the function sets beside its result, in modules, ``.grad`` and optimizers.
 - ``autograd``: such a call as one node of torch's graph.
-- ``products``: rewrites products of a program into forms that XLA computes faster.
 - ``simplify``: removes what a program need not compute.
 - ``explaining``: says in sentences why a program was compiled.
 """

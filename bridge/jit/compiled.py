@@ -22,7 +22,6 @@ from bridge.boundary.shared_memory import Sharing
 from bridge.cache_keys import Same
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import settle
-from bridge.jit import products
 from bridge.jit.autograd import ProgramNode
 from bridge.jit.donation import Donation, own, take_over
 from bridge.jit.program import (
@@ -38,11 +37,12 @@ from bridge.jit.program import (
 from bridge.process import having
 from bridge.programs.guards import GONE_ERRORS
 from bridge.programs.places import Place
-from bridge.record.tiers import Once, Tiers
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs
 from bridge.trace.storage import Geometry
+from bridge.xla import products
+from bridge.xla.tiers import Once, Tiers
 
 _CPU = torch.device("cpu")
 

@@ -16,10 +16,10 @@ import torch
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Twin
 from bridge.convert import trees
+from bridge.convert.strides import strides_of
 from bridge.jit.compiled import Compiled
 from bridge.process import process
 from bridge.programs.guards import Guards, describe
-from bridge.trace.storage import strides_of
 
 
 @contextmanager

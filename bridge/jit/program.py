@@ -40,8 +40,6 @@ from bridge.boundary.results import (
 from bridge.convert import dtypes, tensors, trees
 from bridge.errors import CalledItself, DataDependentError, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
-from bridge.jit import products
-from bridge.jit.block_calls import rows
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
 from bridge.kinds import PLAIN
@@ -57,6 +55,8 @@ from bridge.trace.requires_grad import flow, moved
 from bridge.trace.stacks import stack_p, stacked, unstack_p, unstacked
 from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
+from bridge.xla import products
+from bridge.xla.block_calls import rows
 
 # how often a function is traced to find its captured tensors: those that one trace finds may lead
 # the next to more

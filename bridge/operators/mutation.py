@@ -17,6 +17,7 @@ import torch
 
 from bridge import private, private_jax
 from bridge.convert import dtypes
+from bridge.convert.strides import contiguous
 from bridge.errors import at_line
 from bridge.kinds import FORWARD, REVERSE
 from bridge.lowering.common.promotion import cast
@@ -27,7 +28,7 @@ from bridge.operators.dtype_refusals import Plan, is_pointwise
 from bridge.operators.operands import drawn, on_meta, pure
 from bridge.trace import folding, requires_grad
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
-from bridge.trace.storage import Node, contiguous
+from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
 
 

@@ -13,6 +13,7 @@ import torch
 
 from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
+from bridge.convert.strides import contiguous, span, strides_of
 from bridge.errors import at_line, in_words_of_vmap
 from bridge.kinds import FORWARD, FUNCTION, MAPPING
 from bridge.lowering.registry import Operator
@@ -20,7 +21,7 @@ from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
 from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_numbers
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
-from bridge.trace.storage import Geometry, contiguous, span, strides_of
+from bridge.trace.storage import Geometry
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
 
 _CPU = torch.device("cpu")

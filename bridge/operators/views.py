@@ -13,6 +13,7 @@ import torch
 
 from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
+from bridge.convert.strides import contiguous
 from bridge.errors import at_line
 from bridge.kinds import REVERSE
 from bridge.lowering.registry import LOWERINGS, Operator, overload
@@ -20,7 +21,7 @@ from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, pure, stop
 from bridge.trace.aliasing import Inner, Part, View, read, repeated
 from bridge.trace.levels import innermost, state
-from bridge.trace.storage import Geometry, Node, OutsideOfView, contiguous
+from bridge.trace.storage import Geometry, Node, OutsideOfView
 from bridge.trace.tracing import (
     Traced,
     node_of,

@@ -130,26 +130,6 @@ def _modes() -> tuple[Any, ...]:
     return tuple([private.default_device_of(m) or identical(m) for m in modes])
 
 
-@contextlib.contextmanager
-def without_cast_weights() -> Iterator[None]:
-    """While entered, autocast keeps no copies of weights, and no parametrized weights are kept.
-
-    Copies from before would be constants in the trace, and copies from the trace would be useless
-    after it.
-    """
-    enabled = torch.is_autocast_cache_enabled()
-    if private.any_autocast():
-        torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with private.parametrizations_anew():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-        if private.any_autocast():
-            torch.clear_autocast_cache()
-
-
 # -- of one program --------------------------------------------------------------------------------
 _MODULE = ("training", "_modules", "_parameters", "_buffers", *closure_scan.HOOKS)
 

@@ -17,6 +17,5 @@ calls run there from the beginning.
 - ``replay``: runs the entries again, through the public transforms, as a function that JAX traces.
 - ``in_torch``: goes on in PyTorch where a record ends.
 - ``loops``: finds steps that repeat, which are traced and compiled once.
-- ``tiers``: compiles a program fast at first, and well in a thread if it has been used for a while.
-- ``disk``: stores compiled programs in the user's cache folder for the next process.
+- ``words``: a record in words that mean the same in the next process, which finds its program so.
 """

@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
+from bridge.convert.arguments import mapped
 from bridge.kinds import Kind
 from bridge.record.tensor import Aval
 
@@ -68,7 +67,7 @@ class Op:
     by_value: bool
     views: bool = True
     autocast: tuple[Any, ...] | None = None
-    words: str | None = None  # made and used by bridge/record/disk.py
+    words: str | None = None  # made and used by bridge/record/words.py
     single: Aval | None = None
     made: int = 0
     alike: Any = None
@@ -137,40 +136,11 @@ def interned(kind: Any, *what: Any) -> Any:
     return kind(*what)
 
 
-def mapped(fn: Callable[[Any], Any], x: Any) -> Any:
-    """An operator's arguments with fn applied to everything in them that is no list, tuple, dict or
-    slice.
-    """
-    kind = type(x)
-    if kind is list:
-        return [mapped(fn, v) for v in x]
-    if isinstance(x, tuple):
-        return tuple([mapped(fn, v) for v in x])
-    if kind is dict:
-        return {k: mapped(fn, v) for k, v in x.items()}
-    if kind is slice:
-        return slice(mapped(fn, x.start), mapped(fn, x.stop), mapped(fn, x.step))
-    return fn(x)
-
-
 def filled(x: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     """An operator's arguments with these operands and numbers at their places."""
     return mapped(
         lambda v: tensors[v.k] if type(v) is Ref else numbers[v.k] if type(v) is Number else v, x
     )
-
-
-def tensors_in(x: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments, in order."""
-    found: list[torch.Tensor] = []
-    mapped(lambda v: found.append(v) if isinstance(v, torch.Tensor) else None, x)
-    return found
-
-
-def with_values(x: Any, values: Sequence[torch.Tensor]) -> Any:
-    """An operator's arguments with these in place of the tensors among them."""
-    source = iter(values)
-    return mapped(lambda v: next(source) if isinstance(v, torch.Tensor) else v, x)
 
 
 def functions_of(owner: Any, names: str) -> list[Any]:

@@ -23,9 +23,9 @@ from bridge.kinds import CHECKPOINT, FUNCTION, FUNCTIONALIZE, Kind
 from bridge.process import having
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Unrecordable, aval_of
+from bridge.record.tensor import aval_of
 from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
-from bridge.trace.levels import state
+from bridge.trace.levels import Unrecordable, state
 from bridge.trace.tracing import node_of
 
 

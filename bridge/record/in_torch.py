@@ -20,7 +20,8 @@ from bridge.intercepted.library_operators import called_in_torch
 from bridge.kinds import CHECKPOINT
 from bridge.record import replay
 from bridge.record.entries import Begin, Op
-from bridge.record.tensor import Recorded, Unrecordable
+from bridge.record.tensor import Recorded
+from bridge.trace.levels import Unrecordable
 
 #: What pulls cotangents back, or pushes tangents forward, through a function that vjp or linearize
 #: has run.

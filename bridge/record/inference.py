@@ -17,15 +17,16 @@ from torch.utils import _pytree as pytree
 from bridge import compiling, devices, private, private_meta
 from bridge.boundary.autograd import computed
 from bridge.convert import dtypes
+from bridge.convert.arguments import mapped
+from bridge.convert.strides import span
 from bridge.errors import DataDependentError
 from bridge.intercepted.library_operators import of_library
 from bridge.kinds import PLAIN
-from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of, mapped
-from bridge.record.tensor import Aval, Unrecordable, aval, aval_of, lane_of
+from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of
+from bridge.record.tensor import Aval, aval, aval_of, lane_of
 from bridge.trace import tracing
-from bridge.trace.levels import push
+from bridge.trace.levels import Unrecordable, push
 from bridge.trace.random_keys import Watch
-from bridge.trace.storage import span
 from bridge.trace.torch_numbers import BY_VALUE
 
 #: Functions whose Python numbers of a type are inputs of the program: their result depends smoothly

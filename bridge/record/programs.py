@@ -33,17 +33,17 @@ from bridge.kinds import FUNCTION
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.places import Place
-from bridge.record import disk, lanes, replay
+from bridge.record import lanes, replay, words
 from bridge.record.entries import Begin
 from bridge.record.in_torch import can_repeat
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers
-from bridge.trace.levels import state
+from bridge.trace.levels import Unrecordable, state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
+from bridge.xla import disk
 
 # how many records keep their programs: of those with the same operators, and of all
 _ALIKE, _ALL = 128, 256
@@ -268,7 +268,7 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 return _called(found, recorder, final)
             except (Misfit, _NotStored):
                 continue
-    path = disk.path_of(recorder.trace, refs, key[2:4])
+    path = words.path_of(recorder.trace, refs, key[2:4])
     if path is not None and not any(p.path == path for p in family):
         stored = _loaded(path, recorder, refs)
         if stored is not None:

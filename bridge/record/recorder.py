@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from bridge import private, private_calls
 from bridge.boundary.results import inexact_dtype
 from bridge.cache_keys import identical
+from bridge.convert.arguments import mapped, tensors_in, with_values
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
@@ -30,26 +31,13 @@ from bridge.kinds import FUNCTION, Kind
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
-from bridge.record.entries import (
-    Begin,
-    End,
-    Input,
-    Left,
-    Op,
-    Out,
-    Pull,
-    Ref,
-    interned,
-    mapped,
-    tensors_in,
-    with_values,
-)
+from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned
 from bridge.record.in_torch import InTorch
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
 from bridge.record.rules import BY_VALUE, OPERATOR, RULES, TO_PYTHON
-from bridge.record.tensor import Aval, Recorded, Unrecordable, aval_of
-from bridge.trace.levels import state
+from bridge.record.tensor import Aval, Recorded, aval_of
+from bridge.trace.levels import Unrecordable, state
 from bridge.trace.random_keys import SeededInside, Watch
 from bridge.trace.torch_numbers import by_torch
 from bridge.trace.tracing import in_level, on_meta, settled

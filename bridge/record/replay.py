@@ -21,9 +21,8 @@ from bridge.lowering.common import varying
 from bridge.programs.guards import within_autocast
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, filled
-from bridge.record.tensor import Unrecordable
 from bridge.trace import python_numbers, tracing
-from bridge.trace.levels import push
+from bridge.trace.levels import Unrecordable, push
 
 
 @dataclasses.dataclass(slots=True, eq=False)

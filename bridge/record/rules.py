@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 import torch
 
 from bridge import private
+from bridge.convert.arguments import mapped, tensors_in, with_values
+from bridge.convert.strides import contiguous
 from bridge.kinds import JVP
-from bridge.record.entries import Out, functions_of, mapped, tensors_in, with_values
-from bridge.record.tensor import Recorded, Unrecordable, aval, aval_of
-from bridge.trace.storage import contiguous
+from bridge.record.entries import Out, functions_of
+from bridge.record.tensor import Recorded, aval, aval_of
+from bridge.trace.levels import Unrecordable
 from bridge.trace.tracing import exchanged, refuse_format
 
 #: What a rule gives for a call that is recorded as an operator all the same.

@@ -14,23 +14,9 @@ import torch
 from bridge import private
 from bridge.convert import trees
 from bridge.convert.sparse import SparseOperand
+from bridge.convert.strides import contiguous, span
 from bridge.errors import escaped
-from bridge.trace.levels import state
-from bridge.trace.storage import contiguous, span
-
-
-class Unrecordable(BaseException):
-    """The function does something that cannot be recorded.
-
-    ``Recorder.go_on`` goes on in PyTorch. Where it cannot, this is raised, and PyTorch runs the
-    outermost transform from its start, even if the user's code catches this.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        if state.recorder is not None:
-            state.recorder.broken = reason
-
+from bridge.trace.levels import Unrecordable, state
 
 _looked_up = functools.lru_cache(65536)  # of avals, which are kept for ever themselves
 

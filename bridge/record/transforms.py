@@ -29,9 +29,9 @@ from bridge.record.escaped import Left
 from bridge.record.in_torch import InTorch, Pull
 from bridge.record.programs import NotCompiled, run
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import Aval, Unrecordable
+from bridge.record.tensor import Aval
 from bridge.trace import saved_tensor_hooks
-from bridge.trace.levels import state
+from bridge.trace.levels import Unrecordable, state
 
 #: The tensors among a recorded transform's results, and a function that builds the results from
 #: tensors.

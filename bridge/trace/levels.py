@@ -198,6 +198,19 @@ def innermost(kinds: Collection[Kind]) -> Level | None:
     return next((level for level in around() if level.kind in kinds), None)
 
 
+class Unrecordable(BaseException):
+    """The function does something that cannot be recorded.
+
+    ``Recorder.go_on`` goes on in PyTorch. Where it cannot, this is raised, and PyTorch runs the
+    outermost transform from its start, even if the user's code catches this.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        if state.recorder is not None:
+            state.recorder.broken = reason
+
+
 class NotInCheckpoint(Exception):
     """Raised inside of a checkpoint by what differs between the transforms around it: there the
     values do not tell these apart.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from bridge.convert.strides import contiguous, span, strides_of
+
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Node:
@@ -111,34 +113,6 @@ class Geometry:
         """
         self.asked = True
         return (self.outer is None or self.outer.ask()) and self.plain and self.known
-
-
-def strides_of(t: object) -> tuple[int, ...] | None:
-    """The strides of a tensor that is not contiguous; None for one that is contiguous or has no
-    strides.
-    """
-    if (
-        not isinstance(t, torch.Tensor)
-        or t.layout is not torch.strided
-        or t.is_nested
-        or t.is_contiguous()
-    ):
-        return None
-    return t.stride()
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
-
-
-def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """How many elements of memory a tensor reaches over."""
-    return 0 if 0 in shape else 1 + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
 
 
 class OutsideOfView(RuntimeError):

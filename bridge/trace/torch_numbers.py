@@ -24,12 +24,13 @@ from jax.interpreters import batching, mlir
 
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
+from bridge.convert.strides import contiguous, span
 from bridge.kinds import NUMBERED
 from bridge.lowering.registry import overload
 from bridge.process import having, process
 from bridge.trace import folding, python_numbers
 from bridge.trace.levels import Level, around, innermost, refuse_in_loop, state, vmaps_of_draws
-from bridge.trace.storage import Node, contiguous, span
+from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced
 
 ERROR = (

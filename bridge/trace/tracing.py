@@ -33,7 +33,6 @@ from bridge.errors import (
 from bridge.kinds import FUNCTION, MAPPING, PLAIN, ROOT
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
-from bridge.programs import guards
 from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
 from bridge.trace.levels import Level, around, innermost, push, state
@@ -756,7 +755,7 @@ def root() -> Iterator[Level]:
         jax.enable_x64(True),
         compiling.correctly(),
         HANDED_IN["intercepted"](),
-        guards.without_cast_weights(),
+        _without_cast_weights(),
         saved_tensor_hooks.hidden_from_pytorch(),
         _Mode(),
     ):
@@ -795,3 +794,23 @@ def unwrap(t: torch.Tensor, recurse: bool = True) -> torch.Tensor:
         return wrap(value, t.device)
     with private.below_python():  # a tensor to look at, which is not part of the trace
         return tensors.to_torch(value, t.device)
+
+
+@contextlib.contextmanager
+def _without_cast_weights() -> Iterator[None]:
+    """While entered, autocast keeps no copies of weights, and no parametrized weights are kept.
+
+    Copies from before would be constants in the trace, and copies from the trace would be useless
+    after it.
+    """
+    enabled = torch.is_autocast_cache_enabled()
+    if private.any_autocast():
+        torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with private.parametrizations_anew():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        if private.any_autocast():
+            torch.clear_autocast_cache()

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import torchfunc_jax
 from bridge.process import Recent, process
-from bridge.record import disk, executables, tiers
+from bridge.xla import disk, executables, tiers
 from torchfunc_jax import functional_call, grad, jit, vmap
 
 X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).reshape(4, 6)
@@ -199,7 +199,7 @@ def test_what_was_loaded_is_not_stored_again(
 
 _SCRIPT = """
 import json, torch
-from bridge.record import tiers
+from bridge.xla import tiers
 made = []
 for name in ("_fast", "_well"):
     setattr(tiers, name, lambda *a, f=getattr(tiers, name): (made.append(1), f(*a))[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchfunc_jax
-from bridge.record import fusions
+from bridge.xla import fusions
 from torchfunc_jax import grad, jit, vmap
 
 Steps = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from bridge.record import vector_products
+from bridge.xla import vector_products
 
 ROWS = (((2,), (1,)), ((0,), (0,)))  # [B, N, K] @ [B, K, M]
 

@@ -1,4 +1,4 @@
-"""Rewritten products (bridge/jit/products.py): outer products in the order of their result, and
+"""Rewritten products (bridge/xla/products.py): outer products in the order of their result, and
 weights before few rows.
 """
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import torchfunc_jax
-from bridge.jit.products import in_order, rearranged, rearranging
+from bridge.xla.products import in_order, rearranged, rearranging
 
 
 def names(jaxpr):

@@ -18,7 +18,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from bridge import private
 from bridge.process import Recent, process
-from bridge.record import programs, tiers
+from bridge.record import programs
+from bridge.xla import tiers
 from torchfunc_jax import functional_call, grad, hessian, jacrev, jit, jvp, linearize, vjp, vmap
 
 CALLS = 8

@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 import bridge
 import torchfunc_jax
 from bridge.process import process
-from bridge.record.tiers import _gains
 from bridge.trace.attention_scores import of_environment
+from bridge.xla.tiers import _gains
 from torchfunc_jax import attention_scores, grad, hessian, hvp, jit, jvp, random_numbers, vmap
 
 attention = F.scaled_dot_product_attention

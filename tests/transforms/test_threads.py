@@ -16,8 +16,8 @@ from torch import nn
 
 import torchfunc_jax
 from bridge.process import Recent, process
-from bridge.record import tiers
 from bridge.trace.levels import state
+from bridge.xla import tiers
 from torchfunc_jax import jit
 
 THREADS, ROUNDS = 8, 4

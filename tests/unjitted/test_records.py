@@ -23,9 +23,10 @@ from torch import nn
 import torchfunc_jax
 from bridge.errors import NotInLoopError
 from bridge.process import process
-from bridge.record import disk, programs, replay, transforms
+from bridge.record import programs, replay, transforms, words
 from bridge.trace import python_numbers
 from bridge.trace.python_numbers import Inputs
+from bridge.xla import disk
 
 pytestmark = pytest.mark.usefixtures("unrecorded")
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -1558,7 +1559,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[None]:
         process.compiler, "later", lambda work, idle=False: work() if idle else later(work)
     )
     monkeypatch.setattr(disk, "place", lambda: (folder, ""))
-    monkeypatch.setattr(disk, "OVERRIDDEN", set())  # of other tests
+    monkeypatch.setattr(words, "OVERRIDDEN", set())  # of other tests
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     # JAX looks at the setting once; what comes from its cache cannot be stored

@@ -18,8 +18,8 @@ from jax import lax
 import bridge
 from bridge import compiling
 from bridge.errors import public_methods
-from bridge.jit import products
 from bridge.modules import as_tensor
+from bridge.xla import products
 from torchfunc_jax.ensemble import life, optimizers
 from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered, gathered_tensor

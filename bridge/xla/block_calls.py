@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from bridge import private_jax
-from bridge.jit.products import equations
 from bridge.trace.stacks import stack_p, unstack_p
+from bridge.xla.products import equations
 
 #: (the number of a piece, what it takes, what it gives) with numbers of values.
 _Step = tuple[int, list[int], list[int]]

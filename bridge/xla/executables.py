@@ -17,8 +17,8 @@ import jax
 
 from bridge import compiling
 from bridge.process import log_once, process
-from bridge.record import disk
 from bridge.trace.levels import state
+from bridge.xla import disk
 
 
 def _count(event: str, **_: Any) -> None:

@@ -27,10 +27,10 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, subjaxprs
 
 from bridge import compiling, private
-from bridge.jit.block_calls import BlockCalls, rows
 from bridge.process import log_once, process, without_collections
-from bridge.record import executables, fusions, vector_products
 from bridge.trace.levels import state
+from bridge.xla import executables, fusions, vector_products
+from bridge.xla.block_calls import BlockCalls, rows
 
 #: XLA's options for a program that may run only once: no optimization by LLVM, and the emitters
 #: that compile fastest. An option that this jaxlib refuses is left out from then on.

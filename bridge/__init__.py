@@ -6,6 +6,7 @@ Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``. 
 
 from bridge.blocks import scan_blocks
 from bridge.convert.arrays import to_jax, to_torch
+from bridge.family_rules import rules
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 
 # these files register what runs in a trace
@@ -31,6 +32,7 @@ __all__ = [
     "load_sharded",
     "params",
     "register_lowering",
+    "rules",
     "scan_blocks",
     "shard",
     "shardings",

@@ -21,6 +21,7 @@ from bridge.boundary.meshes import axes_in
 from bridge.checkpoint_trees import as_numpy
 from bridge.checkpoints import CheckpointError
 from bridge.convert import dtypes
+from bridge.family_rules import Pattern
 from bridge.modules import converted
 
 Rules = Mapping[str, PartitionSpec]
@@ -43,10 +44,10 @@ def shardings(params: Any, mesh: Mesh | AbstractMesh, rules: Rules | None = None
             or ``checkpoints.load(like=)``.
 
     Raises:
-        ValueError: a pattern fits no name, or only names for which earlier patterns decide; a
-            PartitionSpec names an axis that the mesh does not have, names one twice, or has more
-            dimensions than the array; the sizes of the axes do not divide the array's; two leaves
-            have the same name.
+        ValueError: a pattern fits no name, or only names for which earlier patterns decide, unless
+            they are a family's (``rules``), of which one must fit; a PartitionSpec names an axis
+            that the mesh does not have, names one twice, or has more dimensions than the array; the
+            sizes of the axes do not divide the array's; two leaves have the same name.
         TypeError: a leaf has no shape; a rule is not a PartitionSpec, or the mesh no mesh.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.sharding.NamedSharding.html
@@ -253,8 +254,20 @@ def _check_mesh(mesh: Any, kinds: Any) -> None:
 
 
 def _check_use(rules: Rules, fitting: Mapping[str, list[str]]) -> None:
-    """Each pattern must decide for a name."""
+    """Each pattern must decide for a name; of a family's, one."""
+    families: dict[str, list[str]] = {}
     for pattern in rules:
+        if isinstance(pattern, Pattern):
+            families.setdefault(pattern.family, []).append(pattern)
+    for family, patterns in families.items():
+        if not any(pattern in fit for fit in fitting.values() for pattern in patterns):
+            raise ValueError(
+                f"rules: none of the patterns of {family!r} fits a parameter; there are "
+                f"{', '.join(map(repr, fitting)) or 'none'}"
+            )
+    for pattern in rules:
+        if isinstance(pattern, Pattern):
+            continue
         names = [name for name, fit in fitting.items() if pattern in fit]
         if not names:
             raise ValueError(

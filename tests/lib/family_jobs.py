@@ -1,0 +1,124 @@
+"""What a process of tests/distributed/test_family_rules.py runs on eight simulated devices:
+``python family_jobs.py llama gpt2 ...`` prints a line of JSON, what ``compared`` returns for each.
+"own" is the decoder of decoder.py; the others are models of docs/hugging_face.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import decoder
+import jax
+import numpy as np
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from torch import nn
+
+import bridge
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "fsdp": {"tensor": None, "fsdp": ("data", "model")},
+    "both": {"fsdp": "data"},
+}
+#: sizes that eight devices divide, under the names of the configurations
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 8),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), 128),
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+}
+
+
+def of_library(family: str) -> nn.Module:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
+    import hugging_face
+    from transformers import DynamicCache
+
+    class Model(nn.Module):
+        """The calls of decoder.Decoder."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            hugging_face.SMALL.update(SIZES)
+            self.own = hugging_face.model_of(family)
+
+        def forward(self, tokens: torch.Tensor, pairs: Any = None) -> Any:
+            cache = DynamicCache(pairs or [])
+            length = cache.get_seq_length() + tokens.shape[1]
+            mask = torch.ones(len(tokens), length, dtype=torch.int64)
+            logits = self.own(tokens, past_key_values=cache, attention_mask=mask).logits
+            return logits, [(layer.keys, layer.values) for layer in cache.layers]
+
+    return Model()
+
+
+def difference(found: Any, wanted: Any) -> float:
+    """The largest difference in an array, relative to the largest number in it."""
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def compared(family: str) -> dict[str, Any]:
+    """The largest differences between one device and a mesh of 2x4, for each layout of the weights:
+    of logits and caches, and of those of a decoding step.
+
+    Returns:
+        dict: layout -> {"all", "step": the differences; "split": of the weight matrices, but for
+            positions, how many are split; "matrices": how many there are; "gathered": how many
+            numbers the largest result has that the step gathers; "smallest": how many the smallest
+            matrix has that is split}.
+    """
+    torch.manual_seed(0)
+    model = decoder.Decoder(1) if family == "own" else of_library(family)
+    params, buffers = bridge.params(model), bridge.buffers(model)
+    tokens = np.random.RandomState(0).randint(3, 99, (8, 7))
+    call = jax.jit(lambda params, buffers, *args: bridge.call(model, params, buffers, args)[0])
+    wanted = call(params, buffers, tokens)
+    _, cache = call(params, buffers, tokens[:, :-1])
+    after = call(params, buffers, tokens[:, -1:], cache)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    rows = NamedSharding(mesh, P("data"))
+    results = {}
+    for layout, axes in LAYOUTS.items():
+        rules = bridge.rules("llama" if family == "own" else family, **axes)
+        given = bridge.shard(params, mesh, rules), bridge.shard(buffers, mesh)
+        split_cache = jax.device_put(
+            cache,
+            jax.tree.map(
+                lambda x: NamedSharding(mesh, P("data", "model" if x.shape[1] % 4 == 0 else None)),
+                cache,
+            ),
+        )
+        step = call.lower(*given, jax.device_put(tokens[:, -1:], rows), split_cache).compile()
+        matrices = [
+            p
+            for name, p in given[0].items()
+            if p.ndim > 1 and "wpe" not in name and "pos" not in name
+        ]
+        split = [p.size for p in matrices if any(p.sharding.spec)]
+        results[layout] = {
+            "all": difference(call(*given, jax.device_put(tokens, rows)), wanted),
+            "step": difference(
+                step(*given, jax.device_put(tokens[:, -1:], rows), split_cache), after
+            ),
+            "split": len(split),
+            "matrices": len(matrices),
+            "gathered": max(decoder.gathered(step.as_text()), default=0),
+            "smallest": min(split, default=0),
+        }
+    return results
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(json.dumps({family: compared(family) for family in sys.argv[1:]}))

@@ -10,11 +10,11 @@ from bridge.family_rules import rules
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 
 # these files register what runs in a trace
-from bridge.intercepted import checkpointing as _checkpointing  # noqa: F401
 from bridge.intercepted import control_flow as _control  # noqa: F401
 from bridge.intercepted import flex_attention as _flex_attention  # noqa: F401
 from bridge.intercepted import gradient_hooks as _hooks  # noqa: F401
 from bridge.intercepted import torch_functions as _python_rules  # noqa: F401
+from bridge.intercepted.checkpointing import checkpoint_policy
 from bridge.jax_functions import from_jax
 from bridge.modules import Function, buffers, call, function, load, params
 from bridge.operators import plan as _operators  # noqa: F401
@@ -26,6 +26,7 @@ __all__ = [
     "Function",
     "buffers",
     "call",
+    "checkpoint_policy",
     "from_jax",
     "function",
     "load",

@@ -26,6 +26,7 @@ from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
 from bridge.cache_keys import identical
 from bridge.convert import trees
+from bridge.intercepted.checkpointing import Policy, policy_of
 from bridge.kinds import BLOCK, PLAIN
 from bridge.process import having
 from bridge.programs.closure_scan import HOOKS
@@ -337,7 +338,7 @@ class Loop:
         leaves: list[Any],
         spec: Any,
         feeds: dict[int, int],
-        remat: bool,
+        remat: bool | Policy,
         asked: bool = True,
     ) -> None:
         self.forwards, self.titles, self.leaves, self.spec, self.remat, self.asked = (
@@ -401,7 +402,9 @@ class Loop:
         own = [stacked(row) for row, shared in zip(rows, self.shared, strict=True) if not shared]
         xs = (jnp.arange(count, dtype=np.int32), own, [stacked(row) for row in self.rows])
         last, every = lax.scan(
-            jax.checkpoint(step, prevent_cse=False) if self.remat else step,
+            jax.checkpoint(step, prevent_cse=False, policy=policy_of(self.remat))
+            if self.remat
+            else step,
             [given[p] for p in places],
             xs,
             count,

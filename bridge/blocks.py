@@ -29,7 +29,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import put_together
 from bridge.convert import trees
 from bridge.errors import at_line
-from bridge.intercepted.checkpointing import rematerialized
+from bridge.intercepted.checkpointing import Policy, policy_of, rematerialized
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.modules import SWAPPING
 from bridge.programs.closure_scan import HOOKS
@@ -53,7 +53,7 @@ class OneByOne(BaseException):
 
 
 @contextlib.contextmanager
-def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator[None]:
+def scan_blocks(module: nn.Module, *names: str, remat: bool | Policy = False) -> Iterator[None]:
     """Compile equal blocks of a module once, as a loop over them, while entered: compile time and
     program size do not grow with depth.
 
@@ -78,8 +78,9 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
         names: of nn.ModuleLists and nn.Sequentials in the module, "layers" or "encoder.h"; "" is
             the module itself. None: each of them with at least three equal members, the outermost
             if one contains another.
-        remat: compute each block again in the backward pass (``jax.checkpoint``), which keeps only
-            what flows between the blocks.
+        remat: True: compute each block again in the backward pass (``jax.checkpoint``), which keeps
+            only what flows between the blocks; one of ``jax.checkpoint_policies``: keep what it
+            says, too.
 
     Returns:
         a context manager, which is a decorator too.
@@ -88,6 +89,7 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
         RuntimeError: the blocks differ, or their calls do; the message names the block and the
             difference.
         ValueError: a name is of no such list, or no name is given and there is none.
+        TypeError: remat is no bool and no function.
 
     Source: https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html
 
@@ -100,6 +102,8 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool = False) -> Iterator
         >>> torch.allclose(fast(x), model(x).sum())
         True
     """
+    if not isinstance(remat, bool) and not callable(remat):
+        raise TypeError(f"remat: expected a bool or one of jax.checkpoint_policies, got {remat!r}")
     found = [(name, _listed(module, name)) for name in names] or list(_alike(module))
     if not found:
         raise ValueError(
@@ -227,7 +231,9 @@ class _Expected:
 class _Sequence:
     """The blocks of one list, and how far a run through them has come."""
 
-    def __init__(self, name: str, blocks: list[nn.Module], remat: bool, asked: bool = True) -> None:
+    def __init__(
+        self, name: str, blocks: list[nn.Module], remat: bool | Policy, asked: bool = True
+    ) -> None:
         """asked: whether the user has asked for the loop, and is told what stands against it."""
         self.name, self.blocks, self.remat, self.asked = name, blocks, remat, asked
         self.thread = threading.get_ident()
@@ -288,7 +294,11 @@ class _Sequence:
             if index:
                 raise self.refused(f"{self.title(index)} is called before {self.title(0)}")
             forward = self.forwards[0]
-            out = rematerialized(forward, args, kwargs) if self.remat else forward(*args, **kwargs)
+            out = (
+                rematerialized(forward, args, kwargs, policy_of(self.remat))
+                if self.remat
+                else forward(*args, **kwargs)
+            )
             self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0], settings)
             return out
         if settings != self.next.settings:

@@ -516,6 +516,16 @@ def mapped_container(
             _end_vmap()
 
 
+_SELECTIVE = _named("torch.utils.checkpoint._CachingTorchDispatchMode")
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """The policy of the first of the contexts that create_selective_checkpoint_contexts returns;
+    None for others.
+    """
+    return context.policy_fn if isinstance(context, _SELECTIVE) else None
+
+
 def is_fake(x: object) -> bool:
     """Whether x is a FakeTensor, which has a shape and no values."""
     return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)

@@ -4,6 +4,7 @@ from torchfunc_jax import _own_bridge  # noqa: F401  before anything is imported
 
 # isort: split
 from bridge.blocks import scan_blocks
+from bridge.intercepted.checkpointing import checkpoint_policy
 from bridge.jit.explaining import explain
 from bridge.private import torch_rearrange
 
@@ -52,6 +53,7 @@ __all__ = [
     "FunctionalModule",
     "FunctionalModuleWithBuffers",
     "attention_scores",
+    "checkpoint_policy",
     "chunk_vmap",
     "cold",
     "combine_state_for_ensemble",

@@ -33,6 +33,7 @@ from torchfunc_jax.apis import (
 from torchfunc_jax.batch_norm_replacement import replace_all_batch_norm_modules_
 from torchfunc_jax.export import export
 from torchfunc_jax.functional_call import functional_call, stack_module_state
+from torchfunc_jax.generate import generate
 from torchfunc_jax.jit import jit
 from torchfunc_jax.make_functional import (
     FunctionalModule,
@@ -64,6 +65,7 @@ __all__ = [
     "functional_init",
     "functional_init_with_buffers",
     "functionalize",
+    "generate",
     "grad",
     "grad_and_value",
     "hessian",

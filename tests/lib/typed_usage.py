@@ -30,6 +30,7 @@ from torchfunc_jax import (
     export,
     functional_call,
     functionalize,
+    generate,
     grad,
     grad_and_value,
     hessian,
@@ -191,6 +192,28 @@ def ensemble(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class Decoder(nn.Module):
+    """A language model that sees the last token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+
+    def forward(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        x = self.embed(ids)
+        cache.update(x[:, None], x[:, None], 0)
+        logits: torch.Tensor = x @ self.embed.weight.T
+        return logits
+
+
+def decoded(ids: torch.Tensor) -> torch.Tensor:
+    """Tokens after a prompt."""
+    tokens = generate(Decoder(), ids, max_new_tokens=2, do_sample=True, temperature=0.5)
+    assert_type(tokens, torch.Tensor)
+    assert_type(generate(Decoder(), bridge.to_jax(ids), max_new_tokens=2), jax.Array)
+    return tokens
+
+
 def exported(x: torch.Tensor, folder: str) -> Path:
     """A program for machines without PyTorch."""
     return export(torch.sin, x).save(f"{folder}/sine")
@@ -205,6 +228,7 @@ def main(folder: str) -> None:
     on_a_mesh(model, folder)
     ensemble(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
     exported(x[None], folder)
+    decoded(torch.tensor([[1, 2, 3]]))
     assert_parity(square, x, transforms=["grad"])
     with scan_blocks(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])):
         assert versions[0] == versions[1]

@@ -132,8 +132,12 @@ class Cache:
         """The place of the first token of a call."""
         return self.seen
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(
+        self, query_length: int | torch.Tensor, layer_idx: int = 0
+    ) -> tuple[int, int]:
         """How many keys ``update`` returns for so many tokens, and the place of the first one."""
+        if isinstance(query_length, torch.Tensor):  # the places, in the first releases of 5
+            query_length = len(query_length)
         return self.length if self.layers else query_length, 0
 
 
@@ -199,6 +203,7 @@ def _logits(
     inputs = {
         "attention_mask": mask,
         "position_ids": positions,
+        "cache_position": cache.seen + torch.arange(ids.shape[1], device=ids.device),
         "use_cache": True,
         "logits_to_keep": 1,
         _cache_name(model): cache,
@@ -450,6 +455,8 @@ def generate(
     inputs: Any = prompt, mask, numbers
     if params is not None or isinstance(ids, jax.Array):
         inputs = jax.tree.map(bridge.to_jax, inputs)
+    if isinstance(ids, jax.Array):  # a batch that is spread over a mesh stays there
+        inputs = *jax.device_put(inputs[:2], ids.sharding), inputs[2]
     found = [prompt]
     if streamer is not None:
         streamer.put(prompt.cpu())

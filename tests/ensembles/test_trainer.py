@@ -1054,7 +1054,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a data set": (
         lambda: fitted(data=torch.utils.data.TensorDataset(ROWS)),
         TypeError,
-        "expected a tuple of tensors, got TensorDataset",
+        "expected a tuple of tensors, or a loader of batches .*, got TensorDataset",
     ),
     "a setting": (
         lambda: trained(loss_of="modul"),

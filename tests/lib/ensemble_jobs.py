@@ -20,6 +20,7 @@ import torch
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from torchfunc_jax.ensemble import Checkpoints, Ensemble, Preempted, Trainer, initialize
 from torchfunc_jax.ensemble.meshes import gathered
@@ -122,6 +123,68 @@ def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
     except Preempted as error:
         return {"position": error.position, "code": error.code, "values": values(trainer)}
     return {"position": None}
+
+
+def train_by_loader(folder: str | None, whole: bool, devices: Any = None) -> dict[str, Any]:
+    """Two epochs of a DataLoader with devices that share each batch; and the same run stopped after
+    four steps and resumed, if there is a folder.
+    """
+    inputs, targets = (x[:24] for x in data())
+    seen: list[int] = []
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(i)
+            return inputs[i], targets[i]
+
+    def made() -> tuple[Trainer, DataLoader]:
+        trainer = trainer_of(shared=2, devices=devices)
+        index, count = (0, 1) if whole else trainer.batch_part
+        sampler = DistributedSampler(Rows(), num_replicas=count, rank=index, seed=1)
+        return trainer, DataLoader(Rows(), batch_size=8 // count, sampler=sampler)
+
+    trainer, loader = made()
+    losses = trainer.fit(loader, epochs=2, whole_batches=whole)
+    found = {
+        "losses": losses.numpy(),
+        "values": values(trainer),
+        "part": trainer.batch_part,
+        "seen": seen[: len(loader) * loader.batch_size],  # of the first epoch
+    }
+    if folder is not None:
+        for steps in (4, 6):
+            with Checkpoints(folder, every=0) as checkpoints:
+                again, loader = made()
+                again.fit(loader, steps=steps, whole_batches=whole, checkpoint=checkpoints)
+        resumed = values(again)
+        found["differ"] = [k for k, x in found["values"].items() if (x != resumed[k]).any()]
+    return found
+
+
+def unlike_loaders() -> dict[str, str]:
+    """What a process hears whose loader is not that of the other one."""
+    me = jax.process_index()
+
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter([data()] * (me + 1))
+
+    pairs = TensorDataset(*data())
+    loaders = {
+        "seeds": DataLoader(pairs, 16, shuffle=True, generator=torch.Generator().manual_seed(me)),
+        "lengths": DataLoader(TensorDataset(*(x[: 48 + 16 * me] for x in data())), 16),
+        "ends": Endless(),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        try:
+            trainer_of(shared=2).fit(loader)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
 
 
 def start(me: int, count: int, port: int, timeout: float, answers: Any) -> None:

@@ -1,10 +1,10 @@
 """Checkpoints of a training run, written by Orbax while training goes on, by each process what its
 devices keep; SIGTERM saves and ends.
 
-A checkpoint is the trainer's state by the leaves' names, with the position in the data. It is read
-into the shardings that the trainer has now, whatever the mesh and the number of processes that
-wrote it. Of what all members share it has a digest alone: the trainer that goes on has it already,
-and another base is refused.
+A checkpoint is the trainer's state by the leaves' names, with the position in the data: the number
+of batches, and where the loader of each process is. It is read into the shardings that the trainer
+has now, whatever the mesh and the number of processes that wrote it. Of what all members share it
+has a digest alone: the trainer that goes on has it already, and another base is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from bridge import private_jax
 from bridge.checkpoints import CheckpointError, escaped
 from bridge.errors import public_methods
+from torchfunc_jax.ensemble import loaders
 
 __all__ = ["Checkpoints", "Preempted"]
 
@@ -44,10 +45,13 @@ class Preempted(SystemExit):
 
 
 class _Trainer(Protocol):
-    """What of a ``Trainer`` is kept: its ``TrainState``, and how many batches it has taken."""
+    """What of a ``Trainer`` is kept: its ``TrainState``, how many batches it has taken, and where
+    it is in those of a loader.
+    """
 
     state: Any
     position: int
+    data_state: dict[str, Any] | None
 
 
 @public_methods
@@ -137,6 +141,7 @@ class Checkpoints:
                 "position": trainer.position,
                 "leaves": described,
                 "shared": self._digests(trainer.state.shared),
+                "data": loaders.of_all_processes(trainer.data_state),
             }
             args = self._orbax.args
             self._manager.save(
@@ -183,6 +188,7 @@ class Checkpoints:
             here = _named(state)
             _check(about["leaves"], here)
             _check_shared(about.get("shared", {}), self._digests(state.shared))
+            data = loaders.of_this_process(about.get("data"))
             like = {
                 escaped(name): jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
                 for name, x in here.items()
@@ -202,7 +208,7 @@ class Checkpoints:
         trainer.state = dataclasses.replace(
             jax.tree.unflatten(_structure(state), leaves), shared=state.shared
         )
-        trainer.position = about["position"]
+        trainer.position, trainer.data_state = about["position"], data
         return found
 
     def _digests(self, shared: dict[str, jax.Array]) -> dict[str, str]:

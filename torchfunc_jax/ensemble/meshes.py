@@ -88,6 +88,25 @@ class Placement:
             else NamedSharding(self.mesh, self.spec(*axes))
         )
 
+    @functools.cached_property
+    def batch_part(self) -> tuple[int, int]:
+        """(index, count): in how many parts the processes share the rows of a batch, and which one
+        the devices of this process keep.
+        """
+        rows: dict[int, set[int]] = {}
+        device: Any
+        if self.mesh is not None and jax.process_count() > 1:
+            found = self.sharding(DATA).devices_indices_map((self.size(DATA),))
+            for device, (index,) in found.items():
+                rows.setdefault(device.process_index, set()).add(index.start or 0)
+        parts = sorted({tuple(sorted(own)) for own in rows.values()}) or [()]
+        if sum(map(len, parts)) > self.size(DATA):
+            raise ValueError(
+                "mesh: the processes have overlapping parts of a batch; give each of them the "
+                'same number of neighbours along the axis "data"'
+            )
+        return parts.index(tuple(sorted(rows.get(jax.process_index(), ())))), len(parts)
+
     def check(self, n: int) -> None:
         """Refuse a number of members that the axis "member" does not divide."""
         if n < 1 or n % self.size(MEMBER):

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from bridge.errors import public_methods
 from bridge.modules import as_tensor
 from bridge.xla import products
 from torchfunc_jax.ensemble import life, optimizers
+from torchfunc_jax.ensemble.loaders import Agreement, Batches, copied
 from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered, gathered_tensor
 from torchfunc_jax.ensemble.numbers import each, mapped
@@ -29,6 +31,8 @@ from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
 _log = logging.getLogger("torchfunc_jax")
 Wide = tuple[torch.dtype | None, ...]  # of each tensor of a batch: see ``wide_types``
+# what ``fit`` does next: (the arguments of a step or None, whether an epoch has ended with it)
+Source = Callable[[], Iterator[tuple[Any, bool]]]
 Part = dict[str, Any]  # some fields of a ``TrainState``
 # by a step; it also changes the members
 _CHANGED, _READ = ("optimizer", "step", "active", "average", "averaged"), ("numbers", "keys")
@@ -157,6 +161,8 @@ class Trainer:
             freeze_diverged,
         )
         self.training, self.position = training, 0
+        self._batches: Batches | None = None  # of the loader that ``fit`` had last
+        self._data_state: dict[str, Any] | None = None
         place, n = ensemble.placement, len(ensemble)
         self._data_axis = DATA if place.size(DATA) > 1 else None
         self.sync_batch_norm, synced = (
@@ -610,10 +616,10 @@ class Trainer:
         )
 
     def _arrays(
-        self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True
+        self, batch: tuple[Any, ...], own: bool, parts: int, split: bool = True, whole: bool = False
     ) -> tuple[Any, Wide]:
         """A batch on the devices, whose parts run one after another; split: each device along the
-        axis "data" has a part of its rows.
+        axis "data" has a part of its rows; whole: each process has all of its rows.
         """
         place = self.ensemble.placement
         leaves, tree = jax.tree.flatten(batch)
@@ -623,15 +629,19 @@ class Trainer:
             own,
             parts,
             size,
+            whole,
             [(type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves],
         )
         if asked != self._last[0]:
-            self._check_batch(leaves, own, parts, size)
+            self._check_batch(leaves, own, parts, size, whole or jax.process_count() == 1)
             self._last = asked, wide_types(leaves, self.ensemble.template)
         axes = (*(MEMBER,) * own, *(DATA,) * split)
-        return jax.tree.unflatten(tree, [place.argument(x, *axes) for x in leaves]), self._last[1]
+        put = place.put_rows if whole and place.mesh is not None else place.argument
+        return jax.tree.unflatten(tree, [put(x, *axes) for x in leaves]), self._last[1]
 
-    def _check_batch(self, leaves: list[Any], own: bool, parts: int, size: int) -> None:
+    def _check_batch(
+        self, leaves: list[Any], own: bool, parts: int, size: int, whole: bool
+    ) -> None:
         """Refuse a batch that does not fit the members or the mesh."""
         first = int(own)
         if not leaves:
@@ -647,11 +657,7 @@ class Trainer:
                     f"batch: expected {self._n} rows, one for each member, got shape "
                     f"{tuple(x.shape)}"
                 )
-            here = (
-                max(1, size // jax.process_count())
-                if isinstance(x, torch.Tensor | np.ndarray)
-                else size
-            )
+            here = size if whole or isinstance(x, jax.Array) else max(1, size // self.batch_part[1])
             if x.shape[first] % (here * parts):
                 raise ValueError(
                     f"batch: expected a multiple of {here * parts} rows, for {size} devices along "
@@ -759,14 +765,42 @@ class Trainer:
             )
         )
 
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """(index, count): in how many parts the processes share the rows of a batch, and which one
+        the devices of this process keep; what a ``DistributedSampler`` calls rank and num_replicas,
+        and Grain's ``ShardOptions`` shard_index and shard_count.
+
+        Example:
+            >>> import torch
+            >>> from torchfunc_jax.ensemble import Ensemble, Trainer
+            >>> ens = Ensemble(lambda: torch.nn.Linear(3, 1), n=4)
+            >>> Trainer(ens, torch.nn.functional.mse_loss).batch_part
+            (0, 1)
+        """
+        return self.ensemble.placement.batch_part
+
+    @property
+    def data_state(self) -> dict[str, Any] | None:
+        """Where ``fit`` is in the batches of a loader, which a checkpoint keeps; None: at the first
+        batch. It may be set.
+        """
+        return self._data_state if self._batches is None else self._batches.state()
+
+    @data_state.setter
+    def data_state(self, state: dict[str, Any] | None) -> None:
+        self._batches, self._data_state = None, state
+
     def fit(
         self,
-        data: tuple[Any, ...],
+        data: Any,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
         batch_size: int | None = None,
         own: bool = False,
         bootstrap: bool = False,
+        whole_batches: bool = True,
         validation: tuple[Any, ...] | None = None,
         patience: int | None = None,
         min_delta: float = 0.0,
@@ -774,16 +808,28 @@ class Trainer:
         checkpoint: Any = None,
         on_step: Callable[[Trainer, jax.Array], None] | None = None,
     ) -> torch.Tensor:
-        """Train on data that the devices keep, in an order that comes from the state; it goes on
-        from ``position``.
+        """Train on data that the devices keep, in an order that comes from the state, or on the
+        batches of a loader; it goes on from ``position``.
+
+        A loader is torch's DataLoader, torchdata's StatefulDataLoader, a dataset, loader or
+        iterator of Grain's, or any object that can be iterated over anew for each epoch. Its
+        batches are what ``step`` takes: a tuple or list of inputs and targets, or the inputs alone.
+        Its position is part of a checkpoint, with the random states of torch, NumPy and Python, so
+        that a resumed run gets the batches that it would have got. What has no ``state_dict`` or
+        ``get_state`` loads again the batches of the epoch that were taken.
 
         Args:
-            data: inputs and targets: tensors [N, ...], all of them in each process. Rows that do
-                not fill a batch are left out of the epoch.
-            epochs: passes over the data, counted from position 0.
-            batch_size: rows in a batch; None: all.
-            own: each member has its own order of the data.
-            bootstrap: each member has its own sample of the data, drawn with replacement.
+            data: inputs and targets: tensors [N, ...], all of them in each process, of which rows
+                that do not fill a batch are left out of the epoch; or a loader.
+            epochs: passes over the data, counted from position 0; None: one, or with ``steps`` as
+                many as it takes.
+            steps: the position at which training ends, in the middle of an epoch too.
+            batch_size: rows in a batch of tensors; None: all.
+            own: each member has its own order of the data; a loader gives batches [n, B, ...].
+            bootstrap: each member has its own sample of the tensors, drawn with replacement.
+            whole_batches: with several processes the loader of each gives whole batches, the same
+                in all of them, whose rows are shared out; False: it gives the rows of
+                ``batch_part`` alone.
             validation: inputs and targets on which the members' losses are computed after each
                 epoch; ``state.best`` has the smallest.
             patience: a member whose validation loss has not become smaller for so many epochs is
@@ -799,7 +845,12 @@ class Trainer:
 
         Raises:
             ValueError: the data's lengths differ, a batch has more rows than the data, or does not
-                fit the mesh.
+                fit the mesh; the loaders of several processes do not go together, or a loader is
+                not the one of the position.
+            TypeError: the data are neither a tuple of tensors nor a loader whose position can be
+                kept.
+
+        Source: https://google-grain.readthedocs.io; https://docs.pytorch.org/docs/stable/data.html
 
         Example:
             >>> import torch
@@ -809,18 +860,86 @@ class Trainer:
             ...     torch.nn.functional.mse_loss,
             ...     lr=0.1,
             ... )
-            >>> trainer.fit(
-            ...     (torch.randn(40, 3), torch.randn(40, 1)), epochs=2, batch_size=8, bootstrap=True
-            ... ).shape
+            >>> data = torch.randn(40, 3), torch.randn(40, 1)
+            >>> trainer.fit(data, epochs=2, batch_size=8, bootstrap=True).shape
             torch.Size([10, 4])
+
+            Three epochs more, by torch's DataLoader:
+
+            >>> loader = torch.utils.data.DataLoader(
+            ...     torch.utils.data.TensorDataset(*data), batch_size=8, shuffle=True
+            ... )
+            >>> trainer.fit(loader, epochs=3).shape
+            torch.Size([15, 4])
         """
-        place = self.ensemble.placement
-        if not isinstance(data, tuple | list):
-            raise TypeError(
-                f"data: expected a tuple of tensors, got {type(data).__name__}; "
-                "a TensorDataset has .tensors"
+        if (patience is not None or keep_best) and validation is None:
+            raise ValueError(
+                "validation: patience and keep_best need data on which losses are computed"
             )
-        leaves, tree = jax.tree.flatten(tuple(data))
+        for name, count in (("epochs", epochs), ("steps", steps)):
+            if count is not None and count < 0:
+                raise ValueError(f"{name}: expected a number that is not negative, got {count}")
+        place = self.ensemble.placement
+        passes = epochs if epochs is not None else 1 if steps is None else math.inf
+        last = math.inf if steps is None else steps
+        source = (
+            self._from_tensors(tuple(data), passes, last, batch_size, own, bootstrap)
+            if isinstance(data, tuple | list)
+            else self._from_loader(data, passes, last, batch_size, own, bootstrap, whole_batches)
+        )
+        if validation is not None:
+            split, seen = (
+                self._splits(validation, False),
+                wide_types(jax.tree.leaves(validation), self.ensemble.template),
+            )
+            held_out = jax.tree.map(
+                lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation)
+            )
+        history: list[jax.Array] = []
+        with contextlib.ExitStack() as stack:
+            stepped = (
+                stack.enter_context(checkpoint.training(self))
+                if checkpoint is not None
+                else lambda: None
+            )
+            for step, ends in source():
+                if step is not None:
+                    losses = self._step(*step)
+                    history.append(losses)
+                    self.position += 1
+                    if on_step is not None:
+                        on_step(self, losses)
+                done = False
+                if ends and validation is not None:
+                    done = not life.early_stop(
+                        self,
+                        self._losses(held_out, seen, False, split),
+                        patience,
+                        min_delta,
+                        keep_best,
+                    ).any()
+                if step is not None:
+                    stepped()
+                if done:
+                    break
+        return (
+            torch.stack([as_tensor(gathered(x)) for x in history])
+            if history
+            else torch.empty(0, self._n)
+        )
+
+    def _from_tensors(
+        self,
+        data: tuple[Any, ...],
+        epochs: float,
+        last: float,
+        batch_size: int | None,
+        own: bool,
+        bootstrap: bool,
+    ) -> Source:
+        """The steps on tensors, which the devices keep, from the position to the last one."""
+        place = self.ensemble.placement
+        leaves, tree = jax.tree.flatten(data)
         sizes = {x.shape[0] for x in leaves}
         if len(sizes) != 1:
             raise ValueError(
@@ -836,59 +955,68 @@ class Trainer:
                 f'{place.size(DATA)} devices along the axis "data" and '
                 f"accumulate={self.accumulate}; got {rows}"
             )
-        if (patience is not None or keep_best) and validation is None:
-            raise ValueError(
-                "validation: patience and keep_best need data on which losses are computed"
-            )
-        own, wide, steps = (
+        each_own, wide, steps = (
             own or bootstrap,
             wide_types(leaves, self.ensemble.template),
             size // rows,
         )
         arrays = jax.tree.unflatten(tree, [place.put_rows(x) for x in leaves])
-        if validation is not None:
-            split, seen = (
-                self._splits(validation, False),
-                wide_types(jax.tree.leaves(validation), self.ensemble.template),
-            )
-            held_out = jax.tree.map(
-                lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation)
-            )
-        history: list[jax.Array] = []
-        cut = self._program(("cut", own, rows))
-        with contextlib.ExitStack() as stack:
-            stepped = (
-                stack.enter_context(checkpoint.training(self))
-                if checkpoint is not None
-                else lambda: None
-            )
+        cut = self._program(("cut", each_own, rows))
+
+        def source() -> Iterator[tuple[Any, bool]]:
             epoch, order = -1, None
-            while self.position < epochs * steps:
+            while self.position < min(epochs * steps, last):
                 if order is None or self.position // steps != epoch:
                     epoch = self.position // steps
                     order = self._order(size, epoch, own, bootstrap)
-                losses = self._step("epoch", own, wide, arrays, cut(order, self.position % steps))
-                history.append(losses)
-                self.position += 1
-                if on_step is not None:
-                    on_step(self, losses)
-                done = False
-                if self.position % steps == 0 and validation is not None:
-                    done = not life.early_stop(
-                        self,
-                        self._losses(held_out, seen, False, split),
-                        patience,
-                        min_delta,
-                        keep_best,
-                    ).any()
-                stepped()
-                if done:
-                    break
-        return (
-            torch.stack([as_tensor(gathered(x)) for x in history])
-            if history
-            else torch.empty(0, self._n)
-        )
+                i = self.position % steps
+                yield ("epoch", each_own, wide, arrays, cut(order, i)), i == steps - 1
+
+        return source
+
+    def _from_loader(
+        self,
+        loader: Any,
+        epochs: float,
+        last: float,
+        batch_size: int | None,
+        own: bool,
+        bootstrap: bool,
+        whole: bool,
+    ) -> Source:
+        """The steps on the batches of a loader, from its position; that an epoch has ended is known
+        after its last step.
+        """
+        if batch_size is not None or bootstrap:
+            raise ValueError(
+                "data: a loader makes the batches itself; leave batch_size and bootstrap out, or "
+                "pass a tuple of tensors"
+            )
+        new = Batches(loader, whole)
+        agreement = Agreement(0 if whole else self.batch_part[0])
+
+        def source() -> Iterator[tuple[Any, bool]]:
+            if self.position == 0:
+                self.data_state = None
+            batches = self._batches
+            if batches is None or batches.loader is not loader or batches.whole != whole:
+                batches, state = new, self.data_state
+                if state is not None:
+                    batches.restore(state)
+                self._batches = batches
+            while batches.epoch < min(epochs, batches.passes) and self.position < last:
+                batch = batches.next()
+                agreement.check(batches, batch)
+                if batch is None:
+                    yield None, True
+                    continue
+                # a step reads the memory of a batch later, when the loader may use it again
+                batch = jax.tree.map(copied, batch)
+                args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+                arrays, wide = self._arrays(args, own, self.accumulate, whole=whole)
+                yield ("step", own, wide, arrays), False
+
+        return source
 
     def _cut_program(self, own: bool, rows: int) -> Any:
         place = self.ensemble.placement

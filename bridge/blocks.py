@@ -285,6 +285,7 @@ class _Sequence:
         if self.next is not None and self.next.level.closed and self.asked:
             self.next = None
         leaves, spec = trees.flatten((args, kwargs))
+        held = _held(leaves)
         if not self.asked and not (
             _cannot_change((args, tuple(kwargs.values()))) and all(map(is_constant, leaves))
         ):
@@ -299,6 +300,12 @@ class _Sequence:
                 if self.remat
                 else forward(*args, **kwargs)
             )
+            now, structure = trees.flatten((args, kwargs))
+            if structure != spec or _held(now) != held:
+                raise self.refused(
+                    f"{self.title(index)} changes one of its arguments, or what is in it, which "
+                    "a loop would do once; return what it adds"
+                )
             self.next = _Expected(1, level, leaves, spec, trees.flatten(out)[0], settings)
             return out
         if settings != self.next.settings:
@@ -399,6 +406,14 @@ class _Sequence:
 def _without_loop(forward: Any) -> Any:
     """A block's forward, without the loop that would run by itself."""
     return forward.__wrapped__ if getattr(forward, "asked", True) is False else forward
+
+
+def _held(leaves: Sequence[Any]) -> list[int]:
+    """The identities of a call's arguments, and of what the objects among them hold."""
+    objects = [
+        vars(x) for x in leaves if not isinstance(x, torch.Tensor) and hasattr(x, "__dict__")
+    ]
+    return [*map(id, leaves), *map(id, trees.flatten(objects)[0])]
 
 
 def _cannot_change(tree: Any) -> bool:

@@ -28,6 +28,8 @@ class Kind:
         in_torch: runs a recorded transform in PyTorch (see ``bridge.record.in_torch.Level``). It
             takes the operands and the params of the Begin. None: PyTorch cannot.
         record: writes a call of this kind down that is neither a torch function nor a transform.
+        differentiates: whether it does so in either mode.
+        numbered: whether torch.func has a level for it, which a tensor's text counts.
     """
 
     name: str
@@ -39,15 +41,12 @@ class Kind:
     again: Callable[..., Any] | None = None
     in_torch: Callable[..., Any] | None = None
     record: Callable[..., Any] | None = None
+    differentiates: bool = dataclasses.field(init=False)
+    numbered: bool = dataclasses.field(init=False)
 
-    @property
-    def differentiates(self) -> bool:
-        return self.reverse or self.forward
-
-    @property
-    def numbered(self) -> bool:
-        """Whether torch.func has a level for it, which a tensor's text counts."""
-        return self.maps or self.differentiates
+    def __post_init__(self) -> None:
+        self.differentiates = self.reverse or self.forward
+        self.numbered = self.maps or self.differentiates
 
     def __repr__(self) -> str:
         return self.name

@@ -4,6 +4,8 @@ differ are refused by name.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -564,6 +566,37 @@ def test_what_differs_is_refused(name: str) -> None:
     model = Model(lambda k: Scaled(k, how), step)
     with pytest.raises(RuntimeError, match=message):
         jit(scan_blocks(model, "layers")(model.forward))(X[0].clone())
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        (list, lambda kept, y: kept.append(y.sum())),
+        (dict, lambda kept, y: kept.update(total=kept.get("total", 0) + y.sum())),
+        (types.SimpleNamespace, lambda kept, y: setattr(kept, "total", y.sum())),
+        (lambda: types.SimpleNamespace(all=[]), lambda kept, y: kept.all.append(y.sum())),
+        (lambda: types.SimpleNamespace(calls=0), lambda kept, y: vars(kept).update(calls=1)),
+    ],
+)
+def test_an_argument_that_blocks_change_is_refused(argument: Any, change: Any) -> None:
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+            y = super().forward(x)
+            change(kept, y)
+            return y
+
+    blocks = nn.ModuleList([Block(2, 2) for _ in range(4)])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        kept = argument()
+        return functools.reduce(lambda x, block: block(x, kept), blocks, x)
+
+    with (
+        bridge.scan_blocks(blocks, ""),
+        pytest.raises(RuntimeError, match="scan_blocks: 0 changes one of its arguments"),
+    ):
+        jit(run)(torch.ones(2))
+    torch.testing.assert_close(jit(run)(torch.ones(2)), run(torch.ones(2)))
 
 
 def test_a_rule_that_differs_and_an_attribute_that_does_not_matter() -> None:

@@ -28,8 +28,6 @@ class Kind:
         in_torch: runs a recorded transform in PyTorch (see ``bridge.record.in_torch.Level``). It
             takes the operands and the params of the Begin. None: PyTorch cannot.
         record: writes a call of this kind down that is neither a torch function nor a transform.
-        differentiates: whether it does so in either mode.
-        numbered: whether torch.func has a level for it, which a tensor's text counts.
     """
 
     name: str
@@ -41,12 +39,6 @@ class Kind:
     again: Callable[..., Any] | None = None
     in_torch: Callable[..., Any] | None = None
     record: Callable[..., Any] | None = None
-    differentiates: bool = dataclasses.field(init=False)
-    numbered: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.differentiates = self.reverse or self.forward
-        self.numbered = self.maps or self.differentiates
 
     def __repr__(self) -> str:
         return self.name
@@ -78,4 +70,5 @@ MAPPING = frozenset([kind for kind in _ALL if kind.maps])
 REVERSE = frozenset([kind for kind in _ALL if kind.reverse])
 FORWARD = frozenset([kind for kind in _ALL if kind.forward])
 DIFFERENTIATING = REVERSE | FORWARD
+#: torch.func has a level for each of these, which a tensor's text counts
 NUMBERED = MAPPING | DIFFERENTIATING

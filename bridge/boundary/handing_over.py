@@ -30,10 +30,10 @@ from bridge.convert import arrays, sparse, tensors, trees
 from bridge.convert.sparse import SparseOperand
 from bridge.convert.tensors import refuse_nested
 from bridge.errors import NeedsJax, NeedsTorch, for_user, public
-from bridge.intercepted.library_operators import LibraryOperators
 from bridge.process import having, process
 from bridge.programs import closure_scan
 from bridge.trace.levels import state
+from bridge.trace.tracing import HANDED_IN
 
 _log = logging.getLogger("torchfunc_jax")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -156,7 +156,8 @@ def _attempt(
         if state.level is not None or state.recorder is not None:
             raise
         _log.info("%s runs in torch.func: %s", getattr(ours, "__qualname__", ours), reason)
-        with LibraryOperators() if process.library_operators else contextlib.nullcontext():
+        mode = HANDED_IN["library_operators_in_torch"]
+        with mode() if process.library_operators else contextlib.nullcontext():
             return theirs()(*args, **kwargs)
     except TypeError:
         # asked only now: it costs a look at each argument and at what the function captures

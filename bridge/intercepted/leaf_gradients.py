@@ -117,7 +117,7 @@ def run_backward(
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))
     if accumulate_grad and level is not None:
-        if level.kind.numbered:
+        if level.kind in NUMBERED:
             raise RuntimeError(_IN_TRANSFORM + at_line())
         grads, leaves = (
             level.root.grads,

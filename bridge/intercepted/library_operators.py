@@ -632,3 +632,4 @@ def _with_own_kernel(
 
 
 HANDED_IN["library_operator"] = plan
+HANDED_IN["library_operators_in_torch"] = LibraryOperators

@@ -19,7 +19,7 @@ from bridge import private, private_jax
 from bridge.convert import dtypes
 from bridge.convert.strides import contiguous
 from bridge.errors import at_line
-from bridge.kinds import FORWARD, REVERSE
+from bridge.kinds import DIFFERENTIATING, FORWARD, REVERSE
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.lowering.tensors.copies import revalue, revalue_at
@@ -134,7 +134,7 @@ def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
     refuse_in_checkpoint()
     value, inside, root = new, 0, state.level.root
     for level in around():
-        if level.kind.differentiates and private_jax.in_trace(level.probe, old, new):
+        if level.kind in DIFFERENTIATING and private_jax.in_trace(level.probe, old, new):
             value = revalue_at(old, value, inside) if level.kind.reverse else value
             inside += 1
     return revalue_at(old, value, inside) if root.stops else value

@@ -27,7 +27,7 @@ from bridge.convert.arguments import mapped, tensors_in, with_values
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
-from bridge.kinds import FUNCTION, Kind
+from bridge.kinds import DIFFERENTIATING, FUNCTION, Kind
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
@@ -266,7 +266,7 @@ class Recorder(TorchFunctionMode):
         if not self.leaves(t):
             raise escaped(t.level)
         grad = t.aval.requires_grad and all(
-            level.goes_back or not level.kind.differentiates for level in ended
+            level.goes_back or level.kind not in DIFFERENTIATING for level in ended
         )
         self.trace.append((interned(Left), (t.ref,)))
         t.ref, t.aval, t.level, t.before = (
@@ -783,7 +783,7 @@ class Recorder(TorchFunctionMode):
             return self.in_torch.end(params, results)
         level = self.level
         level.goes_back = (
-            level.kind.differentiates and level.parent is not None and self._goes_back(level)
+            level.kind in DIFFERENTIATING and level.parent is not None and self._goes_back(level)
         )
         if level.goes_back:
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]

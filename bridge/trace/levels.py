@@ -16,7 +16,7 @@ import jax
 import torch
 
 from bridge.errors import NotInLoopError
-from bridge.kinds import CHECKPOINT, LOOP, Kind
+from bridge.kinds import CHECKPOINT, DIFFERENTIATING, LOOP, Kind
 from bridge.trace.storage import Node
 
 _CAPTURED_WRITE = (
@@ -102,9 +102,9 @@ class Level:
         if node.level is self:
             return
         # torch.func allows out=
-        if self.kind.differentiates and not getattr(self.operator, "_overloadname", "").endswith(
-            "out"
-        ):
+        if self.kind in DIFFERENTIATING and not getattr(
+            self.operator, "_overloadname", ""
+        ).endswith("out"):
             raise RuntimeError(
                 _CAPTURED_WRITE.format(op=getattr(self.operator, "name", lambda: self.operator)())
             )

@@ -30,7 +30,7 @@ from bridge.errors import (
     at_line,
     escaped,
 )
-from bridge.kinds import FUNCTION, MAPPING, PLAIN, ROOT
+from bridge.kinds import DIFFERENTIATING, FUNCTION, MAPPING, NUMBERED, PLAIN, ROOT
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.trace import python_numbers, saved_tensor_hooks
@@ -219,8 +219,8 @@ def _shown(value: Any, device: torch.device, level: Level | None) -> str:
             value = inner
         else:
             dim = None
-        if level.kind.differentiates or dim is not None:
-            number = sum(each.kind.numbered for each in around(level))
+        if level.kind in DIFFERENTIATING or dim is not None:
+            number = sum(each.kind in NUMBERED for each in around(level))
             return in_level(_shown(value, device, level.parent), number, dim)
         level = level.parent
     # torch's autograd around the call
@@ -390,7 +390,7 @@ def _outside(t: Traced) -> Node:
     that it has there; or raise.
     """
     ended = [level for level in around(t.node.level) if level.closed]
-    if (level := ended[-1].parent) is None or any(not each.kind.numbered for each in ended):
+    if (level := ended[-1].parent) is None or any(each.kind not in NUMBERED for each in ended):
         raise escaped(t.node.level)
     if isinstance(source := t.node.root.source, torch.Tensor):
         t.node = _views_again(t.node, node_of(source))
@@ -577,7 +577,7 @@ def exchanged(what: str) -> BaseException:
     """
     level = state.level or state.recorder.level
     differentiates = any(
-        each.kind.differentiates or each.kind is FUNCTION for each in around(level)
+        each.kind in DIFFERENTIATING or each.kind is FUNCTION for each in around(level)
     )
     return (RuntimeError if differentiates else NeedsTorch)(
         f"{what}: a tensor from outside the transform was to get other memory inside it, which "

@@ -16,9 +16,18 @@ from torch.utils import _pytree as pytree
 import torchfunc_jax
 
 
-def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> None:
-    """Same tree, same types, shapes, dtypes and, within torch's own tolerances for the dtype,
-    values.
+def same(
+    actual: Any,
+    expected: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+    graph: bool = True,
+) -> None:
+    """Same tree, same types, shapes, dtypes, and, within torch's own tolerances for the dtype,
+    values; if graph, what requires grad does so here.
+
+    Strides are not compared: ours are those of the operator that gives the result (see
+    docs/semantics.md), torch.func's those of a dimension of lanes in front.
     """
     mine, my_spec = pytree.tree_flatten(actual)
     theirs, their_spec = pytree.tree_flatten(expected)
@@ -27,6 +36,10 @@ def same(actual: Any, expected: Any, rtol: float | None = None, atol: float | No
         if isinstance(e, torch.Tensor):
             assert isinstance(a, torch.Tensor), f"a {type(a)} in the place of a tensor"
             torch.testing.assert_close(a.detach(), e.detach(), rtol=rtol, atol=atol, equal_nan=True)
+            if graph:
+                assert a.requires_grad == e.requires_grad, (
+                    f"requires_grad: {a.requires_grad} in the place of {e.requires_grad}"
+                )
         else:
             assert type(a) is type(e) and a == e
 

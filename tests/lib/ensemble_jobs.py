@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from torchfunc_jax.ensemble import Checkpoints, Ensemble, Preempted, Trainer, initialize
+from torchfunc_jax.ensemble import Checkpoints, Ensemble, JsonLines, Preempted, Trainer, initialize
 from torchfunc_jax.ensemble.meshes import gathered
 
 MEMBERS, ROWS = 12, 64
@@ -162,6 +162,30 @@ def train_by_loader(folder: str | None, whole: bool, devices: Any = None) -> dic
         resumed = values(again)
         found["differ"] = [k for k, x in found["values"].items() if (x != resumed[k]).any()]
     return found
+
+
+def logged(folder: str) -> list[int]:
+    """The steps that a sink of this process was told of; in the folder a log and a trace."""
+
+    class Steps:
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def log(self, step: int, metrics: Any) -> None:
+            self.told.append(step)
+
+        def close(self) -> None:
+            pass
+
+    sink = Steps()
+    trainer_of().fit(
+        data(),
+        batch_size=8,
+        sinks=[sink, JsonLines(f"{folder}/log.jsonl")],
+        log_every=2,
+        profile=(3, 4, f"{folder}/trace"),
+    )
+    return sink.told
 
 
 def unlike_loaders() -> dict[str, str]:

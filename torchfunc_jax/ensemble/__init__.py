@@ -10,6 +10,7 @@ from torchfunc_jax.ensemble.life import early_stop, exploit, halve
 from torchfunc_jax.ensemble.members import Ensemble
 from torchfunc_jax.ensemble.prediction import Classification, Regression, predict
 from torchfunc_jax.ensemble.processes import LOST, ProcessError, initialize, launch
+from torchfunc_jax.ensemble.sinks import JsonLines, Sink, TensorBoard, Wandb
 from torchfunc_jax.ensemble.state import TrainState
 from torchfunc_jax.ensemble.training import Trainer
 
@@ -18,13 +19,17 @@ __all__ = [
     "Classification",
     "Collective",
     "Ensemble",
+    "JsonLines",
     "LOST",
     "Preempted",
     "Price",
     "ProcessError",
     "Regression",
+    "Sink",
+    "TensorBoard",
     "TrainState",
     "Trainer",
+    "Wandb",
     "dry_run",
     "early_stop",
     "exploit",

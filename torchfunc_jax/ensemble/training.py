@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from torchfunc_jax.ensemble.members import Ensemble, lanes, wide_types
 from torchfunc_jax.ensemble.meshes import DATA, MEMBER, gathered, gathered_tensor
 from torchfunc_jax.ensemble.numbers import each, mapped
 from torchfunc_jax.ensemble.objective import Objective, Settings
+from torchfunc_jax.ensemble.profiling import Window
+from torchfunc_jax.ensemble.sinks import Log, Sink
 from torchfunc_jax.ensemble.state import FIELDS, TrainState
 
 _log = logging.getLogger("torchfunc_jax")
@@ -807,6 +810,9 @@ class Trainer:
         keep_best: bool = False,
         checkpoint: Any = None,
         on_step: Callable[[Trainer, jax.Array], None] | None = None,
+        sinks: Sink | Iterable[Sink] = (),
+        log_every: int = 10,
+        profile: tuple[int, int, str | os.PathLike[str]] | None = None,
     ) -> torch.Tensor:
         """Train on data that the devices keep, in an order that comes from the state, or on the
         batches of a loader; it goes on from ``position``.
@@ -839,6 +845,12 @@ class Trainer:
             checkpoint: ``Checkpoints``, which restore the newest checkpoint and save others.
             on_step: called after each step with the trainer and the members' losses, a jax.Array
                 [n] that may not be computed yet.
+            sinks: where metrics are logged: ``JsonLines``, ``TensorBoard``, ``Wandb``, or objects
+                with ``log(step, metrics)`` and ``close()``; they are closed at the end. Each
+                process passes them, and those of process 0 are used.
+            log_every: steps between two logs of the losses, for which training waits.
+            profile: (first step, last step, folder): JAX's profiler traces these steps, counted
+                from 1, into the folder, for TensorBoard, XProf or Perfetto; process 0 alone does.
 
         Returns:
             torch.Tensor: [steps, n], the losses of the steps that this call has taken.
@@ -848,7 +860,8 @@ class Trainer:
                 fit the mesh; the loaders of several processes do not go together, or a loader is
                 not the one of the position.
             TypeError: the data are neither a tuple of tensors nor a loader whose position can be
-                kept.
+                kept; a sink lacks a method.
+            RuntimeError: a sink has failed; the message names it.
 
         Source: https://google-grain.readthedocs.io; https://docs.pytorch.org/docs/stable/data.html
 
@@ -896,28 +909,28 @@ class Trainer:
                 lambda x: place.put_rows(x, *(DATA,) * split), tuple(validation)
             )
         history: list[jax.Array] = []
+        log, window = Log(sinks, log_every), Window(profile)
         with contextlib.ExitStack() as stack:
+            stack.callback(window.close)
             stepped = (
                 stack.enter_context(checkpoint.training(self))
                 if checkpoint is not None
                 else lambda: None
             )
+            stack.enter_context(log.open(self.position))
             for step, ends in source():
                 if step is not None:
-                    losses = self._step(*step)
+                    losses = window.run(self.position + 1, self._step, *step)
                     history.append(losses)
                     self.position += 1
+                    log.step(self.position, losses)
                     if on_step is not None:
                         on_step(self, losses)
                 done = False
                 if ends and validation is not None:
-                    done = not life.early_stop(
-                        self,
-                        self._losses(held_out, seen, False, split),
-                        patience,
-                        min_delta,
-                        keep_best,
-                    ).any()
+                    found = self._losses(held_out, seen, False, split)
+                    log.metrics(self.position, {"validation_loss": found.cpu().numpy()})
+                    done = not life.early_stop(self, found, patience, min_delta, keep_best).any()
                 if step is not None:
                     stepped()
                 if done:

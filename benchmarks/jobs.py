@@ -506,30 +506,26 @@ def adapting(small: bool) -> list[Task]:
             torch.optim.Adam([p for p in module.parameters() if p.requires_grad], 1e-3)
             for module in modules
         ]
-        x, y = torch.tensor(np.asarray(inputs)), torch.tensor(np.asarray(labels)).long()
 
         def call() -> Any:
             for k, module in enumerate(modules):
                 optimizers[k].zero_grad()
-                nn.functional.cross_entropy(module(x[k]), y[k]).backward()
+                nn.functional.cross_entropy(module(inputs[k]), labels[k]).backward()
                 optimizers[k].step()
             return 1, None
 
         return call
 
     def ours() -> Call:
-        apply, params, state = populations.stacked(made())
-        init, step = populations.make_step(apply, jnp.full(members, 1e-3))
-        carry = [params, init(params)]
-        used = step.lower(*carry, state, inputs, labels).compile().memory_analysis()
+        trainer = populations.trainer_of(made(), 1e-3)
+        used = trainer.compiled_step(inputs, labels, own=True).memory_analysis()
         say(
-            f"  base {populations.size(state)} bytes, adapters {populations.size(params)}, "
-            f"temporary {used.temp_size_in_bytes}"
+            f"  base {populations.size(trainer.state.shared)} bytes, adapters "
+            f"{populations.size(trainer.state.params)}, temporary {used.temp_size_in_bytes}"
         )
 
         def call() -> Any:
-            *carry[:], losses = step(*carry, state, inputs, labels)
-            jax.block_until_ready(losses)
+            trainer.step(inputs, labels, own=True)
             return 1, None
 
         return call

@@ -3,23 +3,21 @@ the base in memory once.
 
     python docs/jobs/populations.py
 
-Adapters are lanes of a vmap. The base is an argument that is neither mapped nor differentiated, so
-that there is one copy of it.
+The adapters are the members of an ensemble. What is frozen is shared by all of them: there is one
+copy of it, and no gradient of it is computed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 import torch
 from torch import nn
 
-import bridge
+from torchfunc_jax.ensemble import Ensemble, Trainer
 
 
 class Base(nn.Module):
@@ -55,41 +53,10 @@ def adapters(base: nn.Module, count: int, rank: int = 4) -> list[nn.Module]:
     return made
 
 
-def stacked(modules: list[nn.Module]) -> tuple[Callable[..., Any], Any, Any]:
-    """(apply, params, state) of modules that differ in what is trained alone: params [members,
-    ...], state as the first module has it.
-    """
-    functions = [bridge.function(module) for module in modules]
-    return (
-        functions[0].apply,
-        jax.tree.map(lambda *xs: jnp.stack(xs), *[f.params for f in functions]),
-        functions[0].state,
-    )
-
-
-def make_step(
-    apply: Callable[..., Any], rates: jax.Array
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(init, step): ``step(params, moments, state, inputs, labels)`` of all members, each on a
-    batch and with a rate of its own.
-    """
-    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.0)
-
-    def loss(params: Any, state: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-        logits, _ = apply(params, state, inputs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    def one(params: Any, moments: Any, state: Any, inputs: jax.Array, labels: jax.Array) -> Any:
-        value, gradient = jax.value_and_grad(loss)(params, state, inputs, labels)
-        updates, moments = optimizer.update(gradient, moments, params)
-        return optax.apply_updates(params, updates), moments, value
-
-    def init(params: Any) -> Any:
-        moments = jax.vmap(optimizer.init)(params)
-        moments.hyperparams["learning_rate"] = rates
-        return moments
-
-    return init, jax.jit(jax.vmap(one, in_axes=(0, 0, None, 0, 0)), donate_argnums=(0, 1))
+def trainer_of(modules: Sequence[nn.Module], rates: Any) -> Trainer:
+    """Adam for all adapters at once, each with a rate of its own, over the base that they share."""
+    ensemble = Ensemble.of(modules, shared=True)
+    return Trainer(ensemble, nn.functional.cross_entropy, "adam", lr=rates)
 
 
 def size(tree: Any) -> int:
@@ -99,36 +66,33 @@ def size(tree: Any) -> int:
 
 def batches(
     members: int, rows: int, features: int = 64, classes: int = 4
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch for each member: each has a task of its own."""
-    first, second = jax.random.split(jax.random.key(0))
-    inputs = jax.random.normal(first, (members, rows, features))
-    tasks = jax.random.normal(second, (members, features, classes))
-    return inputs, jnp.argmax(jnp.einsum("mrf,mfc->mrc", inputs, tasks), -1)
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(members, rows, features, generator=draw)
+    tasks = torch.randn(members, features, classes, generator=draw)
+    return inputs, (inputs @ tasks).argmax(-1)
 
 
 def main() -> None:
     members, rows = 32, 64
     torch.manual_seed(0)
-    apply, params, state = stacked(adapters(Base(), members))
-    init, step = make_step(apply, jnp.logspace(-4, -2, members))
+    trainer = trainer_of(adapters(Base(), members), torch.logspace(-4, -2, members))
     inputs, labels = batches(members, rows)
-    with bridge.compiling.correctly():
-        moments = init(params)
-        program = step.lower(params, moments, state, inputs, labels).compile()
-        used = program.memory_analysis()
-        print(
-            f"base {size(state) / 1e6:.1f} MB, adapters {size(params) / 1e6:.1f} MB, their moments "
-            f"{size(moments) / 1e6:.1f} MB"
-        )
-        print(
-            f"arguments {used.argument_size_in_bytes / 1e6:.1f} MB, temporary memory "
-            f"{used.temp_size_in_bytes / 1e6:.1f} MB"
-        )
-        for number in range(100):
-            params, moments, losses = step(params, moments, state, inputs, labels)
-            if number % 33 == 0:
-                print(f"step {number}: loss from {losses.min():.3f} to {losses.max():.3f}")
+    state = trainer.state
+    print(
+        f"base {size(state.shared) / 1e6:.1f} MB, adapters {size(state.params) / 1e6:.1f} MB, "
+        f"their moments {size(state.optimizer) / 1e6:.1f} MB"
+    )
+    used = trainer.compiled_step(inputs, labels, own=True).memory_analysis()
+    print(
+        f"arguments {used.argument_size_in_bytes / 1e6:.1f} MB, temporary memory "
+        f"{used.temp_size_in_bytes / 1e6:.1f} MB"
+    )
+    for number in range(100):
+        losses = trainer.step(inputs, labels, own=True)
+        if number % 33 == 0:
+            print(f"step {number}: loss from {losses.min():.3f} to {losses.max():.3f}")
 
 
 if __name__ == "__main__":

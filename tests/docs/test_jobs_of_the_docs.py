@@ -5,7 +5,6 @@ beside PyTorch, formulas, quadrature.
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -415,61 +414,35 @@ def test_adapters_on_one_base() -> None:
     pytest.importorskip("peft")
     members, rows, hidden = 8, 4, 256
     modules = populations.adapters(populations.Base(hidden=hidden), members)
-    apply, params, state = populations.stacked(modules)
-    assert all("lora" in name for name in params) and not any("lora" in name for name in state)
     rates = np.logspace(-3, -2, members).astype(np.float32)
     inputs, labels = populations.batches(members, rows)
-    with bridge.compiling.correctly():
-        init, step = populations.make_step(apply, jnp.asarray(rates))
-        moments = init(params)
-        program = step.lower(params, moments, state, inputs, labels).compile()
-        used, base = program.memory_analysis(), populations.size(state)
-        assert used.argument_size_in_bytes < 1.1 * (
-            base + populations.size((params, moments, inputs, labels))
-        )
-        # a copy for each member would take eight times as much
-        assert used.temp_size_in_bytes < base
-        history = []
-        for _ in range(20):
-            params, moments, losses = step(params, moments, state, inputs, labels)
-            history.append(losses)
-    history = np.asarray(jnp.stack(history))
+    trainer = populations.trainer_of(modules, rates)
+    state = trainer.state
+    assert all("lora" in name for name in state.params)
+    assert not any("lora" in name for name in state.shared)
+    used = trainer.compiled_step(inputs, labels, own=True).memory_analysis()
+    base, batch = populations.size(state.shared), inputs.nbytes + labels.nbytes
+    of_members = populations.size((state.params, state.optimizer))
+    assert used.argument_size_in_bytes < 1.1 * (base + of_members + batch)
+    # a copy for each member would take eight times as much
+    assert used.temp_size_in_bytes < base
+    history = torch.stack([trainer.step(inputs, labels, own=True) for _ in range(20)])
     for k, module in enumerate(modules):
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.Adam(trained.values(), lr=float(rates[k]))
-        x, y = torch.tensor(np.asarray(inputs[k])), torch.tensor(np.asarray(labels[k])).long()
+        frozen = {n: p.detach().clone() for n, p in module.named_parameters() if "lora" not in n}
+        optimizer = torch.optim.Adam(
+            [p for p in module.parameters() if p.requires_grad], lr=float(rates[k])
+        )
         for number in range(20):
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(module(x), y)
+            loss = nn.functional.cross_entropy(module(inputs[k]), labels[k])
             loss.backward()
             optimizer.step()
-            assert history[number, k] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
-        like = {name: p.detach().clone() for name, p in module.named_parameters()}
-        bridge.load(module, {name: p[k] for name, p in params.items()}, state)
-        for name, p in module.named_parameters():
-            assert name in trained or torch.equal(p, like[name])
-            np.testing.assert_allclose(p.detach(), like[name], rtol=1e-2, atol=2e-4)
-
-
-def test_a_log_of_an_ensembles_training() -> None:
-    """As docs/jobs/populations.md has it: one line of JSON for each two steps, while the ensemble
-    trains.
-    """
-    from torchfunc_jax.ensemble import Ensemble, Trainer
-
-    lines: list[str] = []
-
-    def log(trainer: Any, losses: Any) -> None:
-        if trainer.position % 2 == 0:
-            lines.append(json.dumps({"step": trainer.position, "loss": losses.tolist()}))
-
-    trainer = Trainer(Ensemble(lambda: nn.Linear(2, 1), n=3), nn.functional.mse_loss, "sgd", lr=0.1)
-    history = trainer.fit(
-        (torch.randn(16, 2), torch.randn(16, 1)), epochs=2, batch_size=4, on_step=log
-    )
-    found = [json.loads(line) for line in lines]
-    assert [row["step"] for row in found] == [2, 4, 6, 8]
-    np.testing.assert_allclose([row["loss"] for row in found], history[1::2])
+            assert history[number, k].item() == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
+        found = trainer.ensemble[k].state_dict()
+        for name, p in module.state_dict().items():
+            if name in frozen:
+                assert torch.equal(found[name], frozen[name])
+            torch.testing.assert_close(found[name], p, rtol=1e-2, atol=2e-4)
 
 
 def test_every_page_has_its_program_and_its_test() -> None:

@@ -79,7 +79,7 @@ def test_over_fixed_weights_each_member_is_a_run_of_torch() -> None:
             close(ens.state_dict(i), member.state_dict())
 
 
-@pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.parametrize("mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_trained_weights_it_is_one_model_of_torch(mesh: bool) -> None:
     """In torch the members hold the same weight tensors, and one loss is the sum over the members;
     the gradient of a weight is divided by their number.

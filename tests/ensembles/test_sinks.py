@@ -278,6 +278,7 @@ def test_a_package_that_is_missing_is_named(
         make()
 
 
+@pytest.mark.slow
 def test_process_0_alone_logs_and_traces(tmp_path: Path) -> None:
     assert launch(jobs.logged, str(tmp_path), processes=2) == [[2, 4, 6, 8], []]
     assert [row["step"] for row in lines(tmp_path / "log.jsonl")] == [2, 4, 6, 8]

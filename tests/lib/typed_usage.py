@@ -8,7 +8,7 @@ It is a program too: that test runs it, and so does ``make release-check`` with 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -16,6 +16,7 @@ import jax
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import bridge
 import torchfunc_jax
@@ -54,7 +55,7 @@ from torchfunc_jax import (
     vjp,
     vmap,
 )
-from torchfunc_jax.ensemble import Ensemble, Trainer, predict
+from torchfunc_jax.ensemble import Ensemble, JsonLines, Sink, Trainer, predict
 from torchfunc_jax.jit import Jitted
 from torchfunc_jax.testing import assert_parity
 
@@ -183,11 +184,33 @@ def lowering() -> Callable[..., Any]:
     return sinc
 
 
-def ensemble(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Members, training, predictions."""
+class Printed:
+    """A sink of the user's."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        print(step, *metrics)
+
+    def close(self) -> None:
+        pass
+
+
+def ensemble(x: torch.Tensor, labels: torch.Tensor, folder: str) -> torch.Tensor:
+    """Members, training on tensors and by a loader, with logs, predictions."""
     members = Ensemble(lambda: nn.Linear(3, 2), n=2)
     trainer = Trainer(members, F.cross_entropy, "adam", lr=1e-3)
     trainer.fit((x, labels), epochs=1)
+    loader = DataLoader(TensorDataset(x, labels), batch_size=2)
+    sinks: list[Sink] = [JsonLines(Path(folder, "log.jsonl")), Printed()]
+    index, count = trainer.batch_part
+    losses: torch.Tensor = trainer.fit(
+        loader,
+        steps=4,
+        whole_batches=count == 1 and index == 0,
+        sinks=sinks,
+        log_every=2,
+        profile=(2, 2, Path(folder, "trace")),
+    )
+    assert len(losses) == 3
     found: torch.Tensor = predict(members, x).probability
     return found
 
@@ -226,7 +249,7 @@ def main(folder: str) -> None:
     modules(model, x[None])
     bridged(model, x[None], folder)
     on_a_mesh(model, folder)
-    ensemble(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+    ensemble(torch.ones(4, 3), torch.zeros(4, dtype=torch.long), folder)
     exported(x[None], folder)
     decoded(torch.tensor([[1, 2, 3]]))
     assert_parity(square, x, transforms=["grad"])

@@ -29,9 +29,9 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
 class Decoder(nn.Module):
     """Two layers with heads and learned positions; it follows generate's protocol."""
 
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
+    def __init__(self, width: int = 16, heads: int = 4, rounded: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.rounded = heads, rounded
         self.embed, self.places = nn.Embedding(V, width), nn.Embedding(64, width)
         self.project = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
         self.head = nn.Linear(width, V)
@@ -48,7 +48,8 @@ class Decoder(nn.Module):
             seen = seen | torch.eye(t, k.shape[2], dtype=torch.bool) if t > 1 else seen
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
             x = x + y.transpose(1, 2).reshape(b, t, -1)
-        return self.head(x) * 4
+        logits = self.head(x) * 4
+        return logits.round() if self.rounded else logits
 
 
 class NoCache:
@@ -84,17 +85,17 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def sampled(temperature: float = 1.0, top_k: int = V, top_p: float = 1.0) -> Any:
-    """By the definitions: of the top_k most probable tokens, the fewest with at least top_p."""
+    """Of the top_k most probable tokens, and those as probable as the last of them, the fewest with
+    at least top_p; the first ones of equals go first.
+    """
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         probabilities = (logits / temperature).softmax(-1)
-        order = probabilities.argsort(-1, descending=True)
-        ranks = order.argsort(-1)
-        probabilities = torch.where(ranks < top_k, probabilities, 0.0)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        ordered = probabilities.gather(1, order)
-        before = (ordered.cumsum(-1) - ordered).gather(1, ranks)
-        probabilities = torch.where(before < top_p, probabilities, 0.0)
+        least = probabilities.sort(descending=True)[0][:, top_k - 1 : top_k]
+        probabilities = torch.where(probabilities < least, 0.0, probabilities)
+        ordered, order = (probabilities / probabilities.sum(1, keepdim=True)).sort(stable=True)
+        gone = ordered.cumsum(-1) <= 1 - top_p
+        probabilities = torch.zeros_like(ordered).scatter(1, order, ordered * ~gone)
         return torch.multinomial(probabilities, 1)[:, 0]
 
     return choose
@@ -142,6 +143,19 @@ def test_samples_have_the_numbers_of_torchs_generator(
     )
     assert torch.equal(found, expected)
     assert torch.equal(torch.rand(4), then)
+
+
+def test_samples_of_tokens_that_are_equally_probable() -> None:
+    torch.manual_seed(0)
+    model, ids = Decoder(rounded=True), torch.randint(3, V, (64, T))
+    mask = torch.ones_like(ids)
+    assert len(model(ids, NoCache(), mask, mask.cumsum(1))[0, -1].unique()) < V / 2
+    torch.manual_seed(3)
+    expected = step_by_step(model, ids, mask, 4, sampled(2.0, 20, 0.9))
+    torch.manual_seed(3)
+    options = {"top_k": 20, "top_p": 0.9, "temperature": 2.0}
+    found = generate(model, ids, max_new_tokens=4, do_sample=True, **options)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ except ModuleNotFoundError:
         '"transformers>=5,<6"'
     )
 
-from torchfunc_jax import jit  # noqa: E402
+from torchfunc_jax import generate, jit  # noqa: E402
 from torchfunc_jax._machine import machine  # noqa: E402
 
 GENERATION = "## Generation"
@@ -371,21 +371,26 @@ def row_of(architecture: str) -> Row:
 
 
 class Generation(NamedTuple):
-    """Tokens per second of greedy generation, with a static cache that is written in place; equal:
-    whether the tokens are PyTorch's.
+    """Tokens per second of greedy generation; equal: whether the tokens of every way are those of
+    ``model.generate``.
+
+    Attributes:
+        pytorch: ``model.generate``.
+        compiled, jitted: a step with a static cache that is written in place, compiled by
+            torch.compile and by ``jit``; a loop in Python.
+        ours: ``torchfunc_jax.generate``.
     """
 
     architecture: str
     equal: bool
     pytorch: float
     compiled: float
+    jitted: float
     ours: float
 
 
 def generation_of(architecture: str, count: int = 64, rounds: int = 8) -> Generation:
-    """Generate tokens for a batch of two with a model of four layers, one token at a time, as it is
-    and compiled by both compilers.
-    """
+    """Generate tokens for a batch of two with a model of four layers."""
     cls = transformers.CONFIG_MAPPING[architecture]
     larger = {
         "hidden_size": 256,
@@ -399,43 +404,44 @@ def generation_of(architecture: str, count: int = 64, rounds: int = 8) -> Genera
         cls(**{**SMALL, **larger, "max_position_embeddings": 128})
     ).eval()
     prompt = torch.randint(3, 99, (2, 8))
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+    named = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in named else "past_key_values"
 
     def next_token(token: torch.Tensor, place: torch.Tensor, cache: Any) -> torch.Tensor:
-        return (
-            model(token[:, None], past_key_values=cache, cache_position=place)
-            .logits[:, -1]
-            .argmax(-1)
-        )
+        found = model(token, cache_position=place, **{cache_name: cache})
+        return found.logits[:, -1].argmax(-1)
 
-    def tokens(step: Any, cache: Any, seconds: list[float]) -> torch.Tensor:
-        cache.reset()
-        found = [
-            model(prompt, past_key_values=cache, cache_position=torch.arange(8))
-            .logits[:, -1]
-            .argmax(-1)
-        ]
-        for k in range(count - 1):
-            start = time.perf_counter()
-            found.append(step(found[-1], torch.tensor([8 + k]), cache).clone())
-            seconds.append(time.perf_counter() - start)
-        return torch.stack(found, 1)
+    def by_steps(step: Any) -> Any:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=8 + count)
 
-    steps = [next_token, torch.compile(next_token), jit(next_token, donate=2)]
-    caches = [transformers.StaticCache(config=model.config, max_cache_len=8 + count) for _ in steps]
-    seconds: list[list[float]] = [[] for _ in steps]
+        def tokens() -> torch.Tensor:
+            cache.reset()
+            found = [prompt, next_token(prompt, torch.arange(8), cache)[:, None]]
+            for k in range(count - 1):
+                found.append(step(found[-1], torch.tensor([8 + k]), cache)[:, None].clone())
+            return torch.cat(found, 1)
+
+        return tokens
+
+    ways = [
+        lambda: model.generate(prompt, **options),
+        by_steps(torch.compile(next_token)),
+        by_steps(jit(next_token, donate=2)),
+        lambda: generate(model, prompt, **options),
+    ]
+    seconds: list[list[float]] = [[] for _ in ways]
+    equal = True
     with torch.no_grad():
-        expected = model.generate(
-            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
-        )[:, 8:]
-        # in turn, and the fastest step counts, because other programs on the machine only add to it
-        found = [
-            [tokens(*way) for way in zip(steps, caches, seconds, strict=True)]
-            for _ in range(rounds)
-        ]
-    equal = all(
-        torch.equal(plain, expected) and torch.equal(ours, expected) for plain, _, ours in found
-    )
-    return Generation(architecture, equal, *[len(prompt) / min(times) for times in seconds])
+        expected = ways[0]()
+        # in turn, and the fastest call counts, because other programs on the machine only add to it
+        for _ in range(rounds):
+            for way, times in zip(ways, seconds, strict=True):
+                start = time.perf_counter()
+                found = way()
+                times.append(time.perf_counter() - start)
+                equal = equal and torch.equal(found, expected)
+    return Generation(architecture, equal, *[len(prompt) * count / min(t) for t in seconds])
 
 
 def page(rows: list[Row], generations: list[Generation]) -> str:
@@ -501,29 +507,40 @@ def section(generations: list[Generation]) -> str:
         GENERATION,
         "",
         (
-            "64 tokens, one at a time, for a batch of two, by models of four layers of 256. The "
-            "function takes"
+            "[`torchfunc_jax.generate`](decoding.md) decodes in one program. Here it finds 64 "
+            "tokens for a batch of"
         ),
         (
-            "transformers' static cache, and `jit(next_token, donate=2)` writes in place, into "
-            "memory of XLA's"
+            "two, the most probable ones, by models of four layers of 256, beside "
+            "`model.generate`, and beside a"
         ),
         (
-            "that the cache has from the first call on. The tokens are compared with those of "
-            "`model.generate`."
+            "step with transformers' static cache that is called in a loop of Python: compiled by "
+            "torch.compile,"
         ),
+        (
+            "and by `jit(next_token, donate=2)`, which writes in place, into memory of XLA's that "
+            "the cache has from"
+        ),
+        "the first call on. The tokens of each are compared with those of `model.generate`.",
         "",
-        "| architecture | PyTorch | torch.compile | torchfunc_jax.jit | equal tokens |",
-        "| --- | ---: | ---: | ---: | --- |",
+        (
+            "| architecture | model.generate | torch.compile | torchfunc_jax.jit | "
+            "torchfunc_jax.generate | equal tokens |"
+        ),
+        "| --- | ---: | ---: | ---: | ---: | --- |",
         *(
             (
-                f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s | {g.ours:,.0f}/s "
-                f"| {g.equal} |"
+                f"| {g.architecture} | {g.pytorch:,.0f}/s | {g.compiled:,.0f}/s "
+                f"| {g.jitted:,.0f}/s | {g.ours:,.0f}/s | {g.equal} |"
             )
             for g in generations
         ),
         "",
-        f"Fastest step, {here['cpu']}, {here['cores']} cores.",
+        (
+            f"Tokens per second, the prompt included; fastest call, {here['cpu']}, "
+            f"{here['cores']} cores."
+        ),
         "",
     ]
     return "\n".join(lines)

@@ -7,6 +7,7 @@ Knows tensors, modules and operators; torch.func's API is in ``torchfunc_jax``. 
 from bridge.blocks import scan_blocks
 from bridge.convert.arrays import to_jax, to_torch
 from bridge.family_rules import rules
+from bridge.int8_weights import quantize_int8
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 
 # these files register what runs in a trace
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "load_sharded",
     "params",
+    "quantize_int8",
     "register_lowering",
     "rules",
     "scan_blocks",

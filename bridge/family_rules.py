@@ -16,11 +16,13 @@ _TENSOR, _FSDP = "tensor", "fsdp"
 
 #: kind of a layer -> {name in the layer: the axis of each dimension}. A Linear's weight is
 #: (outputs, inputs), a weight of transformers' Conv1D (inputs, outputs). lora_A and lora_B are
-#: peft's, whose layers have the layer that they adapt as base_layer.
+#: peft's, whose layers have the layer that they adapt as base_layer; weight_scale is that of
+#: int8_weights.
 KINDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     # each device has some of the outputs
     "outputs": {
         "weight": (_TENSOR, _FSDP),
+        "weight_scale": (_TENSOR,),
         "bias": (_TENSOR,),
         "lora_A.*.weight": (None, _FSDP),
         "lora_B.*.weight": (_TENSOR,),

@@ -52,8 +52,9 @@ def check(family: str, results: dict[str, Any]) -> None:
     assert family in GATHERS or step["gathered"] == 0, (family, step)
 
 
-def test_a_decoder_on_a_mesh() -> None:
-    check("own", ran("own")["own"])
+@pytest.mark.parametrize("weights", family_jobs.OWN)
+def test_a_decoder_on_a_mesh(weights: str) -> None:
+    check(weights, ran(*family_jobs.OWN)[weights])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What a process of tests/distributed/test_family_rules.py runs on eight simulated devices:
 ``python family_jobs.py llama gpt2 ...`` prints a line of JSON, what ``compared`` returns for each.
-"own" is the decoder of decoder.py; the others are models of docs/hugging_face.py.
+"own" is the decoder of decoder.py, "int8" the same with quantized weights; the others are models of
+docs/hugging_face.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"tensor": None, "fsdp": ("data", "model")},
     "both": {"fsdp": "data"},
 }
+OWN = ("own", "int8")
 #: sizes that eight devices divide, under the names of the configurations
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
@@ -78,7 +80,9 @@ def compared(family: str) -> dict[str, Any]:
             matrix has that is split}.
     """
     torch.manual_seed(0)
-    model = decoder.Decoder(1) if family == "own" else of_library(family)
+    model = decoder.Decoder(1) if family in OWN else of_library(family)
+    if family == "int8":
+        bridge.quantize_int8(model)
     params, buffers = bridge.params(model), bridge.buffers(model)
     tokens = np.random.RandomState(0).randint(3, 99, (8, 7))
     call = jax.jit(lambda params, buffers, *args: bridge.call(model, params, buffers, args)[0])
@@ -89,8 +93,11 @@ def compared(family: str) -> dict[str, Any]:
     rows = NamedSharding(mesh, P("data"))
     results = {}
     for layout, axes in LAYOUTS.items():
-        rules = bridge.rules("llama" if family == "own" else family, **axes)
-        given = bridge.shard(params, mesh, rules), bridge.shard(buffers, mesh)
+        rules = bridge.rules("llama" if family in OWN else family, **axes)
+        given = (
+            bridge.shard(params, mesh, rules),
+            bridge.shard(buffers, mesh, rules if family == "int8" else None),
+        )
         split_cache = jax.device_put(
             cache,
             jax.tree.map(

@@ -43,7 +43,7 @@ def ran(*families: str) -> dict[str, Any]:
 
 
 def check(family: str, results: dict[str, Any]) -> None:
-    assert results.keys() == family_jobs.LAYOUTS.keys()
+    assert results.keys() == family_jobs.layouts(family).keys()
     for layout, found in results.items():
         assert found["all"] < 1e-5 and found["step"] < 1e-5, (family, layout, found)
         assert found["split"] == found["matrices"] > 0, (family, layout, found)
@@ -54,7 +54,14 @@ def check(family: str, results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("weights", family_jobs.OWN)
 def test_a_decoder_on_a_mesh(weights: str) -> None:
-    check(weights, ran(*family_jobs.OWN)[weights])
+    check(weights, ran(*family_jobs.OWN, "files")[weights])
+
+
+def test_files_onto_a_mesh_in_bfloat16() -> None:
+    found = ran(*family_jobs.OWN, "files")["files"]
+    assert found["read"] == found["there"]  # each number once, although two devices have some
+    assert found["dtypes"] == ["bfloat16"] and found["part"] == 1 / 8
+    assert found["difference"] < 0.02
 
 
 @pytest.mark.slow

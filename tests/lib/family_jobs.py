@@ -1,5 +1,6 @@
 """What a process of tests/distributed/test_family_rules.py runs on eight simulated devices:
-``python family_jobs.py llama gpt2 ...`` prints a line of JSON, what ``compared`` returns for each.
+``python family_jobs.py llama gpt2 ...`` prints a line of JSON, what ``compared`` returns for each;
+"files" is what ``from_files`` returns.
 "own" is the decoder of decoder.py, "int8" the same with quantized weights; the others are models of
 docs/hugging_face.py.
 """
@@ -8,19 +9,23 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import decoder
 import jax
 import numpy as np
+import safetensors
 import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
 import bridge
+from bridge import checkpoints
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {},
@@ -36,6 +41,11 @@ SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 128,
 }
+
+
+def layouts(family: str) -> dict[str, dict[str, Any]]:
+    """Those that are compared: of quantized weights, one."""
+    return {"tensor": LAYOUTS["tensor"]} if family == "int8" else LAYOUTS
 
 
 def of_library(family: str) -> nn.Module:
@@ -92,7 +102,7 @@ def compared(family: str) -> dict[str, Any]:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     rows = NamedSharding(mesh, P("data"))
     results = {}
-    for layout, axes in LAYOUTS.items():
+    for layout, axes in layouts(family).items():
         rules = bridge.rules("llama" if family in OWN else family, **axes)
         given = (
             bridge.shard(params, mesh, rules),
@@ -125,7 +135,78 @@ def compared(family: str) -> dict[str, Any]:
     return results
 
 
+def from_files() -> dict[str, Any]:
+    """A decoder whose weights are read from a file onto a mesh of 2x4 in bfloat16, without a copy
+    of it on the host.
+
+    Returns:
+        dict: "read", "there": how many numbers were read from the file, and how many are in it;
+            "dtypes" of the weights; "part": the largest part of a device, relative to the weight;
+            "difference" of its logits from PyTorch's in bfloat16.
+    """
+    torch.manual_seed(0)
+    model, read = decoder.Decoder(1).bfloat16(), []
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with torch.device("meta"):
+        empty = decoder.Decoder(1).bfloat16()
+
+    def noted(t: torch.Tensor) -> torch.Tensor:
+        read.append(t.numel())
+        return t
+
+    class Noting:
+        """An opened file that notes how many numbers are read from it."""
+
+        def __init__(self, *args: Any) -> None:
+            self.file = safe_open(*args)
+
+        def __enter__(self) -> Any:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.file.__exit__(*args)
+
+        def keys(self) -> Any:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            return noted(self.file.get_tensor(name))
+
+        def get_slice(self, name: str) -> Any:
+            part = self.file.get_slice(name)
+
+            class Slice:
+                get_shape = part.get_shape
+
+                def __getitem__(self, index: Any) -> torch.Tensor:
+                    return noted(part[index])
+
+            return Slice()
+
+    safe_open = safetensors.safe_open
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints.save(f"{folder}/model.safetensors", model.float().state_dict())
+        with mock.patch.object(safetensors, "safe_open", Noting):
+            params = bridge.load_sharded(
+                folder, mesh, bridge.rules("llama", fsdp="data"), like=empty
+            )
+    tokens = np.arange(56).reshape(8, 7)
+    rows = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    found = jax.jit(lambda params, x: bridge.call(empty, params, {}, (x,))[0][0])(params, rows)
+    wanted = model.bfloat16()(torch.from_numpy(tokens))[0].detach().float().numpy()
+    return {
+        "read": sum(read),
+        "there": sum(p.numel() for p in model.parameters()),
+        "dtypes": sorted({str(p.dtype) for p in params.values()}),
+        "part": max(
+            p.addressable_shards[0].data.size / p.size for p in params.values() if p.ndim > 1
+        ),
+        "difference": difference(found.astype(np.float32), wanted),
+    }
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     jax.config.update("jax_num_cpu_devices", 8)
-    print(json.dumps({family: compared(family) for family in sys.argv[1:]}))
+    print(json.dumps({f: from_files() if f == "files" else compared(f) for f in sys.argv[1:]}))

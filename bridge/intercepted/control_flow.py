@@ -24,6 +24,7 @@ from bridge.errors import at_line, is_no_jvp
 from bridge.kinds import PLAIN
 from bridge.lowering.common import varying
 from bridge.trace.levels import push, state
+from bridge.trace.random_keys import key_of_lane
 from bridge.trace.tracing import Traced, value_of, wrap
 
 
@@ -42,6 +43,7 @@ class _Body:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], what: str) -> None:
         self.fn, self.what = fn, what
         self.out_spec: trees.Spec | None = None
+        self.first_key: list[int] = []
         self.given, self.rest = take_apart(args)
         self.device = self.given[0].device if self.given else torch.device("cpu")
 
@@ -54,9 +56,13 @@ class _Body:
         """
         return apply(lambda values: Result(compute(values)), self.given)[0]
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        with push(PLAIN) as level:
-            level.keyed = True  # it may run several times, or not at all
+    def __call__(self, values: Sequence[Any], step: Any = None) -> list[Any]:
+        """step: the number of this run of several, in which random operators draw other numbers
+        than in the others.
+        """
+        key = None if step is None else key_of_lane(state.level, step, self.first_key)
+        with push(PLAIN, key=key) as level:
+            level.keyed, level.lane = True, step  # it may run several times, or not at all
             outs, spec = trees.flatten(
                 self.fn(*put_together([wrap(v, self.device, level) for v in values], self.rest))
             )
@@ -162,8 +168,10 @@ def while_loop(
     ):
         outs = body.run(
             lambda values: varying.while_loop(
-                lambda vs: test(vs)[0].reshape(()), lambda vs: body(vs), values
-            )
+                lambda vs: test(vs[1:], vs[0])[0].reshape(()),
+                lambda vs: [vs[0] + 1, *body(vs[1:], vs[0])],
+                [jnp.int32(0), *values],
+            )[1:]
         )
     return tuple(trees.unflatten(trees.flatten(carry)[1], outs))
 
@@ -205,11 +213,12 @@ def scan(
 
     def compute(values: list[Any]) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            outs = body([*carry, *x])
+            outs = body([*carry, *x[1:]], x[0])
             return outs[:n], outs[n:]
 
         moved = [jnp.moveaxis(v, dim, 0) for v in values[-len(flat_xs) :]]
-        carry, ys = varying.scan(step, values[: -len(flat_xs)], moved, reverse=reverse)
+        steps = jnp.arange(moved[0].shape[0], dtype=jnp.int32)
+        carry, ys = varying.scan(step, values[: -len(flat_xs)], [steps, *moved], reverse=reverse)
         return [*carry, *[jnp.moveaxis(y, 0, dim) for y in ys]]
 
     with _explained(

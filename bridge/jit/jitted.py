@@ -39,7 +39,7 @@ from bridge.jit.program import Program, aval, forward, stage
 from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
-from bridge.process import having
+from bridge.process import having, without_collections
 from bridge.programs import guards, objects
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
@@ -421,6 +421,7 @@ class Jitted:
             SWAPPING,
             self._lock,
             having(state, arguments=call.leaves),
+            without_collections(),
         ):
             family = self._families.get(key)
             if family is None:

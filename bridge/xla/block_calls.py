@@ -9,6 +9,7 @@ is copied, and memory is as in a program without loops.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -99,6 +100,17 @@ class BlockCalls:
             seen |= last
             found.append([*last])
         return found[::-1]
+
+    def name(self) -> str | None:
+        """A name of what it computes, the same in each process (see ``executables.name_of``)."""
+        names = [piece.name for piece in self.pieces]
+        keys = [x for _, x in self.constants if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
+        if None in names or keys:
+            return None
+        arrays = [(k, np.asarray(x)) for k, x in self.constants]
+        constants = [(k, x.dtype, x.shape, x.tobytes()) for k, x in arrays]
+        said = names, self.steps, self.given, self.results, self.out, constants
+        return hashlib.sha256(repr(said).encode()).hexdigest()
 
     @property
     def repeated(self) -> float:

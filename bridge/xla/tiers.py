@@ -68,11 +68,11 @@ class Once:
         "_device",
         "_function",
         "_lock",
-        "_name",
         "_placed",
         "_traced",
         "executable",
         "fast",
+        "name",
         "part",
         "storable",
         "stored",
@@ -99,7 +99,7 @@ class Once:
         """
         default = jax.devices()[0]
         self.stored, self.part = stored, part
-        self._name: str | None = None  # of what it computes
+        self.name: str | None = None  # of what it computes
         # XLA cannot serialize what was loaded from a cache folder, ours or JAX's
         self.storable = True
         self._function, self._changed, self._traced, self._device = (
@@ -144,24 +144,29 @@ class Once:
                     traced = jax.jit(lambda *given: self._function(*given), keep_unused=True).trace(
                         *args
                     )
-                    # its compile() does not declare all option types that it takes
-                    lowered: Any = traced.lower()
                     self._traced(traced)
-                    self._name = executables.name_of(lowered, self._device)
+                    # its compile() does not declare all option types that it takes
+                    lowered: Any = None
+                    calls = None
+                    if rows(traced.jaxpr.jaxpr)[1] and not traced.jaxpr.effects:
+                        calls = self._by_blocks(traced, args)
+                        self.name = calls.name()
+                    else:
+                        lowered = traced.lower()
+                        self.name = executables.name_of(lowered, self._device)
                     self.executable, self.storable = executables.found(
-                        self._name, False, self.stored
+                        self.name, False, self.stored
                     )
-                    looped = bool(rows(traced.jaxpr.jaxpr)[1]) and not traced.jaxpr.effects
                     if self.executable is not None or (
-                        self.stored and len(traced.jaxpr.eqns) <= _SMALL and not looped
+                        self.stored and len(traced.jaxpr.eqns) <= _SMALL and calls is None
                     ):
                         self.fast = False
-                    elif looped:
-                        self._call_blocks(traced, args)
+                    elif calls is not None:
+                        self.executable, self.storable = calls, False
                     elif self.fast:
                         self._again = _lowering(traced, args)
                         self.executable, self.storable = executables.found(
-                            self._name, True, self.stored
+                            self.name, True, self.stored
                         )
                     if self.executable is None:
                         self._compile(lowered, traced.jaxpr.jaxpr)
@@ -171,19 +176,17 @@ class Once:
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
-    def _call_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> None:
-        """Compile a program with loops over blocks piece by piece; compiled well, it is one, with
+    def _by_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> BlockCalls:
+        """A program with loops over blocks, compiled piece by piece; compiled well, it is one, with
         its blocks one after the other.
         """
         made = functools.partial(
             Once, device=self._device, fast=self.fast, stored=self.stored, part=True
         )
-        self.executable = calls = BlockCalls(
-            traced.jaxpr, jax.tree.structure(traced.out_info), made
-        )
-        self.storable = False
+        calls = BlockCalls(traced.jaxpr, jax.tree.structure(traced.out_info), made)
         avals = jax.tree.unflatten(jax.tree.structure(args), traced.jaxpr.in_avals)
         self._again = lambda: jax.jit(calls.in_one).lower(*avals)
+        return calls
 
     def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> None:
         """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
@@ -194,7 +197,7 @@ class Once:
             _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
         )
         self.storable = state.from_jax == before
-        executables.keep(self._name, self.fast, self.executable, self.storable)
+        executables.keep(self.name, self.fast, self.executable, self.storable)
 
     def ahead(self, *avals: Any) -> None:
         """Compile it in a thread for arguments of these shapes and dtypes, while the caller does
@@ -224,8 +227,8 @@ class Once:
             part=self.part,
         )
         if self._again is not None:
-            found._name = self._name
-            found.executable, found.storable = executables.found(self._name, False, self.stored)
+            found.name = self.name
+            found.executable, found.storable = executables.found(self.name, False, self.stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 if found.executable is None:
                     found._compile(self._again())
@@ -236,7 +239,7 @@ class Once:
         """A function that stores what has been compiled, and does not keep alive the user's
         function, which this object does.
         """
-        name, fast, executable, changed = self._name, self.fast, self.executable, self._changed
+        name, fast, executable, changed = self.name, self.fast, self.executable, self._changed
         stored = self.stored and self.storable
 
         def store() -> None:

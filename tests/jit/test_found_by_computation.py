@@ -205,7 +205,8 @@ for name in ("_fast", "_well"):
     setattr(tiers, name, lambda *a, f=getattr(tiers, name): (made.append(1), f(*a))[1])
 from torchfunc_jax import grad, jit, vmap
 torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).double()
+layers = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(DEPTH)]
+net = torch.nn.Sequential(torch.nn.Sequential(*layers), torch.nn.Linear(6, 3)).double()
 x = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).reshape(4, 6)
 f = jit(lambda x: vmap(grad(lambda row: net(row).exp().sum()))(x).square().sum())
 f(x).backward()
@@ -213,8 +214,9 @@ print(json.dumps([len(made), f(x).item(), *[p.grad.sum().item() for p in net.par
 """
 
 
-@pytest.mark.parametrize("jax_cache", [False, True])
-def test_the_next_process_compiles_nothing(tmp_path: Path, jax_cache: bool) -> None:
+@pytest.mark.parametrize(("depth", "jax_cache"), [(1, False), (1, True), (9, False)])
+def test_the_next_process_compiles_nothing(tmp_path: Path, depth: int, jax_cache: bool) -> None:
+    """Nine equal layers are a loop, whose pieces are compiled each by itself."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {
         "XDG_CACHE_HOME": str(tmp_path)
     }
@@ -226,7 +228,7 @@ def test_the_next_process_compiles_nothing(tmp_path: Path, jax_cache: bool) -> N
     outs = []
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _SCRIPT],
+            [sys.executable, "-W", "ignore", "-c", _SCRIPT.replace("DEPTH", str(depth))],
             env=environment,
             capture_output=True,
             text=True,

@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from bridge.checkpoints import CheckpointError
 from torchfunc_jax.ensemble import Checkpoints, Ensemble, Trainer, launch
 
 ROWS, STEPS = 20, 13  # five batches of four rows in an epoch
@@ -375,23 +376,38 @@ def test_positions_of_other_loaders_are_refused(tmp_path: Path) -> None:
 
 
 # -- several processes -----------------------------------------------------------------------------
-@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_two_processes_take_their_parts(tmp_path: Path, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("whole", "grain"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_take_their_parts(tmp_path: Path, whole: bool, grain: bool) -> None:
     """The devices of the axis "data" are in two processes, whose loaders give whole batches or
     parts. Stopped and resumed, the weights are bit for bit those of the run that was not, and to
     rounding those of one device.
     """
-    alone = jobs.train_by_loader(None, True, devices=1)
-    found = launch(jobs.train_by_loader, str(tmp_path), whole, processes=2)
+    if grain:
+        pytest.importorskip("grain")
+    alone = jobs.train_by_loader(None, True, 1, grain)
+    found = launch(jobs.train_by_loader, str(tmp_path), whole, None, grain, processes=2)
     for process, run in enumerate(found):
         assert run["part"] == (process, 2) and run["differ"] == []
         np.testing.assert_allclose(run["losses"], alone["losses"], rtol=2e-6, atol=2e-6)
         assert worst(run["values"], alone["values"]) < 1e-5
     seen = [run["seen"] for run in found]
-    if whole:
-        assert seen[0] == seen[1] == alone["seen"]
-    else:  # each row is loaded by one of them
-        assert sorted(seen[0] + seen[1]) == list(range(24))
+    one = jobs.trainer_of(devices=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        if whole:  # any number of processes may go on
+            assert seen[0] == seen[1] == alone["seen"]
+            assert checkpoints.restore(one) == 6
+            assert (one.data_state["epoch"], one.data_state["taken"]) == (1, 3)
+        else:  # each row is loaded by one of them
+            assert sorted(seen[0] + seen[1]) == list(range(24))
+            with pytest.raises(CheckpointError, match=r"of 2 processes, .* and there are 1; go on"):
+                checkpoints.restore(one)
 
 
 def test_loaders_of_two_processes_that_do_not_go_together() -> None:

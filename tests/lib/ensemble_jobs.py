@@ -125,9 +125,11 @@ def preempted(folder: str, at: int, who: int) -> dict[str, Any]:
     return {"position": None}
 
 
-def train_by_loader(folder: str | None, whole: bool, devices: Any = None) -> dict[str, Any]:
-    """Two epochs of a DataLoader with devices that share each batch; and the same run stopped after
-    four steps and resumed, if there is a folder.
+def train_by_loader(
+    folder: str | None, whole: bool, devices: Any = None, grain: bool = False
+) -> dict[str, Any]:
+    """Two epochs of a DataLoader, or of a dataset of Grain's without a length, with devices that
+    share each batch; and the same run stopped after four steps and resumed, if there is a folder.
     """
     inputs, targets = (x[:24] for x in data())
     seen: list[int] = []
@@ -140,9 +142,15 @@ def train_by_loader(folder: str | None, whole: bool, devices: Any = None) -> dic
             seen.append(i)
             return inputs[i], targets[i]
 
-    def made() -> tuple[Trainer, DataLoader]:
+    def made() -> tuple[Trainer, Any]:
         trainer = trainer_of(shared=2, devices=devices)
         index, count = (0, 1) if whole else trainer.batch_part
+        if grain:
+            import grain as library
+
+            rows = library.MapDataset.source(Rows()).map(lambda row: [x.numpy() for x in row])
+            part = rows.seed(1).shuffle()[index::count].batch(8 // count)
+            return trainer, part.to_iter_dataset(library.ReadOptions(1, 1))
         sampler = DistributedSampler(Rows(), num_replicas=count, rank=index, seed=1)
         return trainer, DataLoader(Rows(), batch_size=8 // count, sampler=sampler)
 
@@ -152,7 +160,7 @@ def train_by_loader(folder: str | None, whole: bool, devices: Any = None) -> dic
         "losses": losses.numpy(),
         "values": values(trainer),
         "part": trainer.batch_part,
-        "seen": seen[: len(loader) * loader.batch_size],  # of the first epoch
+        "seen": seen[: len(seen) // 2],  # of the first epoch
     }
     if folder is not None:
         for steps in (4, 6):

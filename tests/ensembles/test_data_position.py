@@ -229,6 +229,21 @@ def test_after_an_error_and_in_two_calls_a_loader_goes_on() -> None:
     assert one.fit(loader(), steps=4).shape == (1, 3) and one.data_state["taken"] == 1
 
 
+def test_a_batch_whose_step_was_interrupted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, one, loader = trainer(), trainer(), LOADERS["a DataLoader with a generator"]
+    losses, same, step = whole.fit(loader(), epochs=2), loader(), Trainer._step
+
+    def interrupted(self: Trainer, *args: Any) -> Any:
+        if self.position == 4:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Trainer, "_step", interrupted)
+        one.fit(same, epochs=2)
+    np.testing.assert_array_equal(one.fit(same, epochs=2).numpy(), losses[4:].numpy())
+
+
 def test_steps_end_a_run_on_tensors_too() -> None:
     options = {"batch_size": 8, "own": True}
     one, whole = trainer(), trainer()

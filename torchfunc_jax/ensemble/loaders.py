@@ -44,6 +44,8 @@ class Batches:
         epoch: which pass over the loader this is, from 0.
         taken: how many batches of this epoch were taken.
         passes: how many passes there can be; infinity but for an iterator.
+        waiting: (the trainer's position, the batch that was taken there), which is taken again if
+            an error came before its step was done.
 
     Raises:
         TypeError: it is no loader, or an iterator whose position cannot be kept.
@@ -64,6 +66,7 @@ class Batches:
             )
         self.loader, self.whole, self.epoch, self.taken = loader, whole, 0, 0
         self.passes = 1 if once else float("inf")
+        self.waiting: tuple[int, Any] | None = None
         self._iterator: Any = None  # of this epoch; None: it has not begun
         self._began: State = {}  # the random states at the start of the epoch
 

@@ -1018,9 +1018,12 @@ class Trainer:
                     batches.restore(state)
                 self._batches = batches
             while batches.epoch < min(epochs, batches.passes) and self.position < last:
-                batch = batches.next()
+                if batches.waiting is None or batches.waiting[0] != self.position:
+                    batches.waiting = self.position, batches.next()
+                batch = batches.waiting[1]
                 agreement.check(batches, batch)
                 if batch is None:
+                    batches.waiting = None
                     yield None, True
                     continue
                 # a step reads the memory of a batch later, when the loader may use it again

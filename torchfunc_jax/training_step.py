@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 import bridge
+from bridge.convert import trees
+from bridge.intercepted.control_flow import scan, traced
 from torchfunc_jax.ensemble.optimizers import find
+from torchfunc_jax.functional_call import functional_call
 
 
 class TrainingStep(nn.Module):
@@ -31,6 +34,12 @@ class TrainingStep(nn.Module):
         optimizer: "sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "adagrad",
             "adadelta" or "rprop", as in torch.optim; or Optax's: a function that makes one of
             numbers (``optax.adam``), or a finished one (``optax.adam(1e-3)``).
+        accumulate: the batch is run in so many equal parts, one after another, so that the memory
+            is that of a part; loss and gradients are the averages over the parts. Tensors of the
+            batch are divided along their first dimension; those without dimensions, and what is no
+            tensor, go to each part. In a program it is a loop, in which random operators draw by
+            keys, and not PyTorch's numbers. An export has a batch of fixed size then:
+            ``export(step, *batch, batch=None)``.
         numbers: of the optimizer, by torch.optim's names (Optax's for Optax's): ``lr``,
             ``momentum``, ``betas``, ``nesterov``, ...
 
@@ -38,7 +47,8 @@ class TrainingStep(nn.Module):
         torch.Tensor: the loss before the step, from a call.
 
     Raises:
-        ValueError: there is no such optimizer, or the module has no parameter to train.
+        ValueError: there is no such optimizer, the module has no parameter to train, or accumulate
+            is no positive integer; (by the call) it does not divide the batch.
         TypeError: the optimizer has no such number.
         RuntimeError: (by the call) the loss does not depend on one of the parameters.
 
@@ -62,10 +72,14 @@ class TrainingStep(nn.Module):
         module: nn.Module,
         loss: Callable[..., torch.Tensor],
         optimizer: Any = "adam",
+        *,
+        accumulate: int = 1,
         **numbers: Any,
     ) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate: expected a positive integer, got {accumulate!r}")
+        self.module, self.loss, self.accumulate = module, loss, accumulate
         rule = find(optimizer, numbers)
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
         if not self._names:
@@ -98,11 +112,62 @@ class TrainingStep(nn.Module):
         own = dict(self.module.named_parameters())
         return {name: own[name] for name in self._names}
 
+    def _gradients(self, batch: tuple[Any, ...]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss, and the gradients of what is trained."""
+        params = list(self._trained().values())
+        if self.accumulate == 1:
+            with torch.enable_grad():
+                loss = self.loss(self.module, *batch)
+                return loss, list(torch.autograd.grad(loss, params))
+        leaves, spec = trees.flatten(batch)
+        split = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.ndim]
+        if not split:
+            raise ValueError(
+                f"batch: expected a tensor to divide, for accumulate={self.accumulate}, got none"
+            )
+        parts = [self._divided(leaves[k]) for k in split]
+        called = _Loss(self.module, self.loss)
+        own = dict(called.named_buffers())
+
+        def step(carry: Any, rows: list[torch.Tensor]) -> Any:
+            totals, buffers = carry
+            given = leaves[:]
+            for k, x in zip(split, rows, strict=True):
+                given[k] = x
+            with torch.enable_grad():
+                loss = functional_call(called, buffers, tuple(trees.unflatten(spec, given)))
+                grads = torch.autograd.grad(loss, params)
+            return ([a + b for a, b in zip(totals, grads, strict=True)], buffers), loss.detach()
+
+        carry: Any = (
+            [torch.zeros_like(p) for p in params],
+            {name: b.clone() for name, b in own.items()},
+        )
+        if traced(parts):
+            carry, losses = scan(step, carry, parts)
+        else:
+            found = []
+            for rows in zip(*parts, strict=True):
+                carry, loss = step(carry, list(rows))
+                found.append(loss)
+            losses = torch.stack(found)
+        totals, buffers = carry
+        with torch.no_grad():
+            for name, b in own.items():
+                b.copy_(buffers[name])
+        return losses.mean(), [t / self.accumulate for t in totals]
+
+    def _divided(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] % self.accumulate:
+            raise ValueError(
+                f"batch: expected a multiple of {self.accumulate} rows, for accumulate="
+                f"{self.accumulate}, got shape {tuple(x.shape)}"
+            )
+        return x.unflatten(0, (self.accumulate, -1))
+
     def forward(self, *batch: Any) -> torch.Tensor:
         params = self._trained()
-        with torch.enable_grad():
-            loss = self.loss(self.module, *batch)
-            grads = torch.autograd.grad(loss, list(params.values()))
+        loss, grads = self._gradients(batch)
         slots = [getattr(self.optimizer, name) for name in self._slots]
         with torch.no_grad():
             after, state = self._update(
@@ -116,6 +181,17 @@ class TrainingStep(nn.Module):
             ):
                 t.copy_(new)
         return loss.detach()
+
+
+class _Loss(nn.Module):
+    """The loss of a module as a module, whose buffers can be others for a call."""
+
+    def __init__(self, module: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        return self.loss(self.module, *batch)
 
 
 __all__ = ["TrainingStep"]

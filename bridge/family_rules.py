@@ -18,7 +18,7 @@ _TENSOR, _FSDP = "tensor", "fsdp"
 #: (outputs, inputs), a weight of transformers' Conv1D (inputs, outputs). lora_A and lora_B are
 #: peft's, whose layers have the layer that they adapt as base_layer; weight_scale is that of
 #: int8_weights.
-KINDS: dict[str, dict[str, tuple[str | None, ...]]] = {
+KINDS: dict[str, dict[str, tuple[str | tuple[str, ...] | None, ...]]] = {
     # each device has some of the outputs
     "outputs": {
         "weight": (_TENSOR, _FSDP),
@@ -44,9 +44,9 @@ KINDS: dict[str, dict[str, tuple[str | None, ...]]] = {
         "lora_A.*.weight": (None, _TENSOR),
         "lora_B.*.weight": (_FSDP,),
     },
-    # an embedding by tokens, or by its width where the number of tokens has few divisors
+    # an embedding by tokens, or by its width alone where the number of tokens has few divisors
     "tokens": {"weight": (_TENSOR, _FSDP)},
-    "width": {"weight": (_FSDP, _TENSOR)},
+    "width": {"weight": (None, (_TENSOR, _FSDP))},
 }
 
 _LLAMA = {
@@ -90,10 +90,10 @@ FAMILIES: dict[str, dict[str, str]] = {
             "olmo",
             "olmo2",
             "cohere",
-            "granite",
         ),
         _LLAMA,
     ),
+    "granite": {**_LLAMA, "*embed_tokens": "width", "*lm_head": "width"},
     "phi": {
         "*embed_tokens": "tokens",
         "*.[qkv]_proj": "outputs",
@@ -118,7 +118,7 @@ FAMILIES: dict[str, dict[str, str]] = {
         "*.mlp.c_proj": "inputs of a Conv1D",
     },
     "gpt_bigcode": {
-        "*wte": "tokens",
+        "*wte": "width",
         "*.c_attn": "outputs",
         "*.c_proj": "inputs",
         "*.c_fc": "outputs",
@@ -234,21 +234,28 @@ def rules(family: str | None = None, *, tensor: Any = "model", fsdp: Any = None)
             f"family: expected one of {', '.join(sorted(FAMILIES))}, got {family!r}; for another "
             "model, write a dict of patterns and PartitionSpecs"
         )
-    axes: dict[str | None, Any] = {None: None, _TENSOR: tensor, _FSDP: fsdp}
-    named = [a for name in (_TENSOR, _FSDP) for a in _parts(name, axes[name])]
+    axes = {_TENSOR: _parts("tensor", tensor), _FSDP: _parts("fsdp", fsdp)}
+    named = [*axes[_TENSOR], *axes[_FSDP]]
     if len(set(named)) < len(named):
         raise ValueError(
             f"tensor, fsdp: expected different axes of the mesh, got {tensor!r} and {fsdp!r}"
         )
-    found = {}
-    for layer, kind in FAMILIES[family].items():
-        for name, dimensions in KINDS[kind].items():
-            spec = [axes[d] for d in dimensions]
-            while spec and spec[-1] is None:
-                spec.pop()
-            for own in (name,) if name.startswith("lora_") else (name, f"base_layer.{name}"):
-                found[Pattern(f"{layer}.{own}", family)] = PartitionSpec(*spec)
-    return found
+
+    def spec(dimensions: tuple[str | tuple[str, ...] | None, ...]) -> PartitionSpec:
+        split = [
+            tuple(a for name in (d if isinstance(d, tuple) else (d,)) for a in axes.get(name, ()))
+            for d in dimensions
+        ]
+        while split and not split[-1]:
+            split.pop()
+        return PartitionSpec(*[a[0] if len(a) == 1 else a or None for a in split])
+
+    return {
+        Pattern(f"{layer}.{own}", family): spec(dimensions)
+        for layer, kind in FAMILIES[family].items()
+        for name, dimensions in KINDS[kind].items()
+        for own in ((name,) if name.startswith("lora_") else (name, f"base_layer.{name}"))
+    }
 
 
 def _parts(name: str, axis: Any) -> tuple[str, ...]:

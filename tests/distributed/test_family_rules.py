@@ -26,9 +26,9 @@ import bridge
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "falcon")
-# their attention merges the batch and the heads, or their projections have parts of three at once:
-# such a step gathers activations or caches, but no weights
-GATHERS = {"gemma2", "gpt2", "gpt_bigcode", "gpt_neo", "bloom", "falcon", "mpt"}
+# their attention merges the batch and the heads, their projections are three in one, or their
+# embeddings are split by the width: such a step gathers activations or caches, but no weights
+GATHERS = {"gemma2", "gpt2", "gpt_bigcode", "gpt_neo", "bloom", "falcon", "mpt", "granite"}
 
 
 @functools.cache
@@ -127,6 +127,25 @@ def test_other_patterns_before_those_of_a_family() -> None:
     assert found["lm_head.weight"] == (None, "data")
     assert "layers.0.self_attn.q_proj.weight" not in found
     assert found["layers.0.self_attn.k_proj.weight"] == ("model",)
+
+
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [
+        ({}, (None, "model")),
+        ({"tensor": None, "fsdp": "data"}, (None, "data")),
+        ({"fsdp": "data"}, (None, ("model", "data"))),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [("gpt2", "transformer.wte.weight", (50257, 768)), ("granite", "lm_head.weight", (49155, 64))],
+)
+def test_a_number_of_tokens_that_no_axis_divides(
+    axes: Any, split: Any, family: str, name: str, shape: Any
+) -> None:
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32)}
+    assert tuple(bridge.shardings(params, MESH, bridge.rules(family, **axes))[name].spec) == split
 
 
 def test_adapters_are_split_with_their_layers() -> None:

@@ -135,6 +135,35 @@ def test_another_policy_is_another_program() -> None:
     assert len(fast.programs()) == 2
 
 
+@pytest.mark.slow
+def test_models_of_transformers_hand_policies_on() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    tokens, products, first = torch.arange(12).reshape(2, 6), {}, None
+    for name in ("none", "JAX keeps nothing", "JAX keeps products", "PyTorch keeps products"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**sizes, **heads)
+        model = transformers.LlamaForCausalLM(config).train()
+        if name != "none":
+            model.gradient_checkpointing_enable({"use_reentrant": False, **OPTIONS[name][0]})
+
+        def loss(params: Any, model: nn.Module = model) -> torch.Tensor:
+            options = {"labels": tokens, "attention_mask": torch.ones_like(tokens)}
+            return functional_call(model, params, (tokens,), {**options, "use_cache": False}).loss
+
+        fast = jit(grad(loss))
+        text = fast.lower(values(model)).as_text()
+        products[name] = text.count("stablehlo.dot_general")
+        found = fast(values(model))
+        first = first or found
+        same(found, first, rtol=1e-4, atol=1e-6)
+    assert products["none"] < products["JAX keeps nothing"]
+    # each block has seven layers, of which the last one's value is not asked for
+    assert products["JAX keeps nothing"] - products["JAX keeps products"] >= 12
+    assert products["JAX keeps nothing"] - products["PyTorch keeps products"] >= 12
+
+
 def test_a_context_is_entered_around_the_function() -> None:
     """One that is no selective policy: PyTorch enters it too."""
     seen = []

@@ -184,6 +184,9 @@ class Pattern(str):
         made.family = family
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pattern, (str(self), self.family)
+
 
 @overload
 def rules(family: None = None) -> list[str]: ...

@@ -5,10 +5,12 @@ those of one device, and a step gathers no weights. One process has the eight si
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +166,12 @@ def test_adapters_are_split_with_their_layers() -> None:
     assert [tuple(s.spec) for s in found.values()] == [
         ("model",), (), ("model",), (None, "model"), (None, "model"), ()
     ]  # fmt: skip
+
+
+def test_copies_are_of_a_family_too() -> None:
+    rules = bridge.rules("llama")
+    for other in (copy.deepcopy(rules), pickle.loads(pickle.dumps(rules)), {**rules}):
+        assert other == rules and specs(other) == specs(rules)
 
 
 def test_families_are_listed() -> None:

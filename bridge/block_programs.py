@@ -27,15 +27,15 @@ from bridge.boundary.results import Output, Result, inexact, replaced, split_arr
 from bridge.cache_keys import identical
 from bridge.convert import trees
 from bridge.intercepted.checkpointing import Policy, policy_of
-from bridge.kinds import BLOCK, PLAIN
 from bridge.process import having
 from bridge.programs.closure_scan import HOOKS
 from bridge.programs.holders import REBUILT
 from bridge.trace.levels import Level, push, state
 from bridge.trace.random_keys import key_of_lane, source
 from bridge.trace.stacks import stacked, unstacked
-from bridge.trace.torch_numbers import Draw
+from bridge.trace.torch_random import Draw
 from bridge.trace.tracing import Traced
+from bridge.transform_kinds import BLOCK, PLAIN
 
 _Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
 #: Attributes that are compared in ways of their own, or that an RNN makes anew.

@@ -12,7 +12,7 @@ from bridge.private import torch_rearrange
 from bridge.record import functions as _functions  # noqa: F401
 from bridge.record.programs import cold
 from bridge.trace.attention_scores import attention_scores
-from bridge.trace.torch_numbers import random_numbers
+from bridge.trace.torch_random import random_numbers
 from bridge.version import __version__ as __version__  # for type checkers, a name of ours
 from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian

@@ -15,11 +15,11 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, is_array
 from bridge.convert import trees
 from bridge.jit import taylor
-from bridge.kinds import JET, JVP
 from bridge.record import transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
 from bridge.trace.requires_grad import tie_tangents
+from bridge.transform_kinds import JET, JVP
 from torchfunc_jax import _args, _calculus_in_torch
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import forward_mode, jvp_with_argnums, outputs

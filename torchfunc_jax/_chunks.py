@@ -21,9 +21,9 @@ from bridge.convert import tensors, trees
 from bridge.errors import NotInLoopError
 from bridge.jit.compiled import memory_of
 from bridge.jit.program import aval
-from bridge.kinds import LOOP, PLAIN
 from bridge.trace.levels import Unrecordable, push, state
 from bridge.trace.tracing import value_of, wrap
+from bridge.transform_kinds import LOOP, PLAIN
 
 _TRIALS = 6  # how many programs are compiled at most
 

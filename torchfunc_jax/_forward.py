@@ -19,7 +19,6 @@ from bridge.boundary.results import Output, Result, inexact, inexact_dtype, is_a
 from bridge.convert import trees
 from bridge.convert.strides import strides_of
 from bridge.errors import is_no_jvp, no_jvp
-from bridge.kinds import JVP, LINEARIZE
 from bridge.lowering.common import varying
 from bridge.lowering.registry import overload
 from bridge.record import transforms
@@ -30,6 +29,7 @@ from bridge.trace.aliasing import View, detaches
 from bridge.trace.levels import state
 from bridge.trace.requires_grad import tie_tangents
 from bridge.trace.tracing import Traced, value_of
+from bridge.transform_kinds import JVP, LINEARIZE
 from torchfunc_jax import _args
 from torchfunc_jax._reverse import Differentiated
 

@@ -15,12 +15,12 @@ from bridge.boundary import handing_over, meshes
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, as_gradients
 from bridge.convert import trees
-from bridge.kinds import JACREV
 from bridge.lowering.common import varying
 from bridge.record import transforms
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
+from bridge.transform_kinds import JACREV
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 from torchfunc_jax._forward import jvp_with_argnums

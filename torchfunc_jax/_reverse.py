@@ -18,7 +18,6 @@ from bridge.boundary.calls import Call, Traceable, apply
 from bridge.boundary.linear import Linear
 from bridge.boundary.results import Result, as_gradients, conj, is_array, replaced, split_arrays
 from bridge.convert import dtypes, trees
-from bridge.kinds import GRAD, VJP, Kind
 from bridge.lowering.common import varying
 from bridge.record import transforms
 from bridge.record.in_torch import Level
@@ -26,6 +25,7 @@ from bridge.record.recorder import Recorder
 from bridge.record.tensor import aval_of, fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
+from bridge.transform_kinds import GRAD, VJP, Kind
 from torchfunc_jax import _args
 from torchfunc_jax._args import argnums_t
 

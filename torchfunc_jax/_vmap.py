@@ -19,7 +19,6 @@ from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import ARRAYS, Output, Result, of_leaves, put_together
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
-from bridge.kinds import VMAP
 from bridge.private_jax import mapping, same_trace, trace_of
 from bridge.record import transforms
 from bridge.record.in_torch import Level
@@ -28,7 +27,8 @@ from bridge.record.tensor import aval_of
 from bridge.trace.aliasing import Inner, View, expanded
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane, source
-from bridge.trace.torch_numbers import UNMAPPED_RANDOMNESS
+from bridge.trace.torch_random import UNMAPPED_RANDOMNESS
+from bridge.transform_kinds import VMAP
 from torchfunc_jax._chunks import fitting, looped
 
 in_dims_t = int | tuple[Any, ...]

@@ -11,12 +11,12 @@ import torch
 
 from bridge.boundary import handing_over
 from bridge.boundary.calls import plain
-from bridge.kinds import FUNCTIONALIZE
 from bridge.record.functions import called
 from bridge.record.tensor import Recorded
 from bridge.record.transforms import NOT_RECORDED
 from bridge.trace import tracing
 from bridge.trace.levels import Unrecordable
+from bridge.transform_kinds import FUNCTIONALIZE
 from torchfunc_jax._forward import jvp, linearize
 from torchfunc_jax._jacobians import hessian, jacfwd, jacrev
 from torchfunc_jax._reverse import grad, grad_and_value, vjp

@@ -17,7 +17,7 @@ from torch import nn
 import bridge
 from bridge.errors import public
 from bridge.intercepted.control_flow import while_loop
-from bridge.trace.torch_numbers import by_torch
+from bridge.trace.torch_random import by_torch
 from torchfunc_jax.functional_call import functional_call
 from torchfunc_jax.jit import jit
 

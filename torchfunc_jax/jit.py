@@ -14,7 +14,7 @@ from bridge.boundary.handing_over import refuse_no_function
 from bridge.errors import public
 from bridge.jit.compiled import ProgramInfo
 from bridge.jit.jitted import Jitted
-from bridge.trace.torch_numbers import checked
+from bridge.trace.torch_random import checked
 
 
 @overload

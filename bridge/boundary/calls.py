@@ -27,7 +27,6 @@ from bridge.boundary.results import (
 from bridge.convert import tensors, trees
 from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsJax, NeedsTorch, rewording
-from bridge.kinds import PLAIN
 from bridge.operators import operands
 from bridge.operators.views import view_again
 from bridge.trace import tracing
@@ -35,6 +34,7 @@ from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, Unrecordable, push, state
 from bridge.trace.storage import Geometry, Node
 from bridge.trace.tracing import node_of, numbered, value_of, wrap
+from bridge.transform_kinds import PLAIN
 
 
 class Traceable:

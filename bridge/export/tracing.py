@@ -33,7 +33,7 @@ from bridge.programs import closure_scan
 from bridge.trace.levels import state
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import Geometry
-from bridge.trace.torch_numbers import random_numbers
+from bridge.trace.torch_random import random_numbers
 
 Trace = tuple[Sizes, Program]
 _LARGE = 257  # a size that is tried too, because lowerings and Python may choose by size

@@ -20,7 +20,7 @@ from bridge import private_calls
 from bridge.lowering.nn.attention import blocks
 from bridge.lowering.registry import OVERRIDDEN
 from bridge.trace.levels import state
-from bridge.trace.torch_numbers import drawing
+from bridge.trace.torch_random import drawing
 from bridge.trace.tracing import plan_of
 
 _WHOLE = getattr(torch.ops.aten, "scaled_dot_product_attention", None)

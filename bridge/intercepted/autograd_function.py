@@ -37,7 +37,6 @@ from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
 from bridge.intercepted import gradient_hooks, torch_script
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
-from bridge.kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
 from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
@@ -48,6 +47,7 @@ from bridge.trace.levels import Level, Unrecordable, around, innermost, push, st
 from bridge.trace.random_keys import Place, SeededInside
 from bridge.trace.storage import OutsideOfView
 from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, plan_of, value_of, wrap
+from bridge.transform_kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
 
 Function = torch.autograd.Function
 SymbolicZero: Any = jax.custom_derivatives.SymbolicZero

@@ -18,8 +18,8 @@ from bridge import private, private_calls
 from bridge.boundary.calls import Call, apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
-from bridge.kinds import CHECKPOINT, PLAIN, Kind
 from bridge.trace.levels import NotInCheckpoint, push, state
+from bridge.transform_kinds import CHECKPOINT, PLAIN, Kind
 
 #: What of a program's values is kept for the backward pass, one of ``jax.checkpoint_policies``.
 Policy = Callable[..., Any]

@@ -21,11 +21,11 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
-from bridge.kinds import PLAIN
 from bridge.lowering.common import varying
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane
 from bridge.trace.tracing import Traced, value_of, wrap
+from bridge.transform_kinds import PLAIN
 
 
 def traced(*trees_: Any) -> bool:

@@ -20,10 +20,10 @@ from bridge import private, private_calls
 from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
-from bridge.kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
 from bridge.process import having
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
+from bridge.transform_kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
 
 
 def _refuse_forward_mode() -> None:

@@ -17,10 +17,10 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private, private_calls
 from bridge.errors import at_line
-from bridge.kinds import NUMBERED
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, lift, value_of
+from bridge.transform_kinds import NUMBERED
 
 _IN_TRANSFORM = (
     "backward() called inside a functorch transform. This is not supported, please use "

@@ -30,13 +30,13 @@ from bridge.convert import dtypes, tensors
 from bridge.convert.arguments import mapped, tensors_in
 from bridge.errors import DataDependentError, NoLoweringError, at_line, no_jvp
 from bridge.intercepted import autograd_function
-from bridge.kinds import FUNCTION
 from bridge.operators import operands
 from bridge.operators.mutation import store
 from bridge.process import having, process
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.python_numbers import is_input
 from bridge.trace.tracing import HANDED_IN, unknown_value, value_of, wrap
+from bridge.transform_kinds import FUNCTION
 
 #: The namespaces of PyTorch's own operators.
 _OF_TORCH = frozenset(

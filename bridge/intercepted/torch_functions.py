@@ -24,14 +24,13 @@ from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import attention, cuda_functions, gradient_hooks
 from bridge.intercepted.control_flow import traced
-from bridge.kinds import MAPPING
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
 from bridge.operators.special_cases import presumed
 from bridge.process import having
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import Unrecordable, innermost, state
-from bridge.trace.torch_numbers import refuse_unmapped
+from bridge.trace.torch_random import refuse_unmapped
 from bridge.trace.tracing import (
     PYTHON_RULES,
     Traced,
@@ -42,6 +41,7 @@ from bridge.trace.tracing import (
     unknown_value,
     value_of,
 )
+from bridge.transform_kinds import MAPPING
 
 
 def _is_unknown_number(x: Any) -> bool:

@@ -47,7 +47,7 @@ from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs, Misfit
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import OutsideOfView
-from bridge.trace.torch_numbers import by_torch, random_numbers
+from bridge.trace.torch_random import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
 # how many programs in a row may each be of use for one call only, because they change what they

@@ -42,7 +42,6 @@ from bridge.errors import CalledItself, DataDependentError, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
-from bridge.kinds import PLAIN
 from bridge.lowering.common import varying
 from bridge.process import having
 from bridge.programs import closure_scan
@@ -53,8 +52,9 @@ from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.stacks import stack_p, stacked, unstack_p, unstacked
-from bridge.trace.torch_numbers import AtEachCall, ByValue, Draw, Rewind, by_torch, made
+from bridge.trace.torch_random import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
+from bridge.transform_kinds import PLAIN
 from bridge.xla import products
 from bridge.xla.block_calls import rows
 

@@ -52,7 +52,7 @@ class Operator:
         draws: a random operator whose numbers depend on no tensor's values; torch draws them, and
             the lowering does where torch may not.
         ordered: a random operator whose numbers follow how the first argument lies in memory, which
-            its lowering leaves to torch_numbers.
+            its lowering leaves to torch_random.
         presumed: of a comparison: what PyTorch's C++ (cov, istft) takes its value for when it asks
             for one that is not known.
         info: its last result says with a number other than 0 which matrices could not be factored;

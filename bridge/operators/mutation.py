@@ -19,7 +19,6 @@ from bridge import private, private_jax
 from bridge.convert import dtypes
 from bridge.convert.strides import contiguous
 from bridge.errors import at_line
-from bridge.kinds import DIFFERENTIATING, FORWARD, REVERSE
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.lowering.tensors.copies import revalue, revalue_at
@@ -30,6 +29,7 @@ from bridge.trace import folding, requires_grad
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, assign, node_of, own_rule, plan_of, value_of
+from bridge.transform_kinds import DIFFERENTIATING, FORWARD, REVERSE
 
 
 def _become_view(

@@ -15,14 +15,14 @@ from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
 from bridge.convert.strides import contiguous, span, strides_of
 from bridge.errors import at_line, in_words_of_vmap
-from bridge.kinds import FORWARD, FUNCTION, MAPPING
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
-from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_numbers
+from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_random
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Geometry
 from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
+from bridge.transform_kinds import FORWARD, FUNCTION, MAPPING
 
 _CPU = torch.device("cpu")
 #: The strides of results, None if they are contiguous, and whether they are known to be PyTorch's.
@@ -127,7 +127,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
         lanes, lying = (
             (None, None)
             if innermost(MAPPING) is None
-            else torch_numbers.laid_out(func, args, kwargs, out)
+            else torch_random.laid_out(func, args, kwargs, out)
         )
         return wrap_all(out, device, PLAIN if lying else _layout(func, args, kwargs), lanes, lying)
 
@@ -205,7 +205,7 @@ def drawn(func: torch._ops.OpOverload, otherwise: Plan) -> Plan:
 
     def run_drawn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_of(args, kwargs)
-        value = torch_numbers.numbers(name, args, kwargs, device)
+        value = torch_random.numbers(name, args, kwargs, device)
         return (
             otherwise(args, kwargs)
             if value is None

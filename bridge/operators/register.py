@@ -15,14 +15,14 @@ from bridge.lowering.common import loops
 from bridge.lowering.common.provided import PROVIDED
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN, Lowering, Operator, Part, overload
 from bridge.process import process
-from bridge.trace import attention_scores, random_keys, torch_numbers, value_checks
+from bridge.trace import attention_scores, random_keys, torch_random, value_checks
 from bridge.trace.levels import state
 
 PROVIDED.update(
     check=value_checks.check,
     next_key=random_keys.next_key,
-    torch_numbers=torch_numbers.of_arrays,
-    torch_numbers_by_value=torch_numbers.by_value,
+    torch_random=torch_random.of_arrays,
+    torch_random_by_value=torch_random.by_value,
     float32_precision=private.float32_precision,
     any_size=lambda: state.any_size,
     attention_scores=attention_scores.at_once,

@@ -15,7 +15,6 @@ from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.strides import contiguous
 from bridge.errors import at_line
-from bridge.kinds import REVERSE
 from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
 from bridge.operators.operands import constant, pure, stop
@@ -33,6 +32,7 @@ from bridge.trace.tracing import (
     value_of,
     wrap,
 )
+from bridge.transform_kinds import REVERSE
 
 aten = torch.ops.aten
 

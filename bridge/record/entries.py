@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bridge.convert.arguments import mapped
-from bridge.kinds import Kind
 from bridge.record.tensor import Aval
+from bridge.transform_kinds import Kind
 
 
 @dataclasses.dataclass(slots=True, eq=False)

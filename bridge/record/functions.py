@@ -19,7 +19,6 @@ from bridge.cache_keys import Same
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
-from bridge.kinds import CHECKPOINT, FUNCTION, FUNCTIONALIZE, Kind
 from bridge.process import having
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
@@ -27,6 +26,7 @@ from bridge.record.tensor import aval_of
 from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.tracing import node_of
+from bridge.transform_kinds import CHECKPOINT, FUNCTION, FUNCTIONALIZE, Kind
 
 
 @dataclasses.dataclass(frozen=True)

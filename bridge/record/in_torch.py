@@ -17,11 +17,11 @@ import torch
 from bridge import private
 from bridge.errors import NeedsTorch
 from bridge.intercepted.library_operators import called_in_torch
-from bridge.kinds import CHECKPOINT
 from bridge.record import replay
 from bridge.record.entries import Begin, Op
 from bridge.record.tensor import Recorded
 from bridge.trace.levels import Unrecordable
+from bridge.transform_kinds import CHECKPOINT
 
 #: What pulls cotangents back, or pushes tangents forward, through a function that vjp or linearize
 #: has run.

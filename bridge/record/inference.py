@@ -21,13 +21,13 @@ from bridge.convert.arguments import mapped
 from bridge.convert.strides import span
 from bridge.errors import DataDependentError
 from bridge.intercepted.library_operators import of_library
-from bridge.kinds import PLAIN
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of
 from bridge.record.tensor import Aval, aval, aval_of, lane_of
 from bridge.trace import tracing
 from bridge.trace.levels import Unrecordable, push
 from bridge.trace.random_keys import Watch
-from bridge.trace.torch_numbers import BY_VALUE
+from bridge.trace.torch_random import BY_VALUE
+from bridge.transform_kinds import PLAIN
 
 #: Functions whose Python numbers of a type are inputs of the program: their result depends smoothly
 #: on them, its shape not at all.

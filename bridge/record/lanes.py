@@ -19,10 +19,10 @@ import torch
 
 from bridge import private
 from bridge.boundary.autograd import Untransformed
-from bridge.kinds import FUNCTION
 from bridge.record.entries import Begin, End, Input, Op, interned
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval, aval_of
+from bridge.transform_kinds import FUNCTION
 
 _BYTES = 2**28  # mapped inputs larger than this are not copied
 _LIMIT = 256

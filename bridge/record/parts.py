@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from bridge.kinds import FUNCTION, Kind
 from bridge.record.entries import Begin, End, Input, Op, Pull, interned
-from bridge.trace.torch_numbers import by_torch
+from bridge.trace.torch_random import by_torch
+from bridge.transform_kinds import FUNCTION, Kind
 
 
 def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:

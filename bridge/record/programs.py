@@ -29,7 +29,6 @@ from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
 from bridge.jit.compiled import Compiled
 from bridge.jit.program import Packing, Program, trace
-from bridge.kinds import FUNCTION
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
 from bridge.programs.places import Place
@@ -40,9 +39,10 @@ from bridge.record.recorder import Recorder
 from bridge.trace import python_numbers
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.python_numbers import Inputs, Misfit
-from bridge.trace.torch_numbers import by_torch
+from bridge.trace.torch_random import by_torch
 from bridge.trace.tracing import value_of
 from bridge.trace.value_checks import Bounds
+from bridge.transform_kinds import FUNCTION
 from bridge.xla import disk
 
 # how many records keep their programs: of those with the same operators, and of all

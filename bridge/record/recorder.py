@@ -27,7 +27,6 @@ from bridge.convert.arguments import mapped, tensors_in, with_values
 from bridge.convert.sparse import SparseOperand
 from bridge.errors import NeedsTorch, escaped, in_words_of_vmap
 from bridge.intercepted.library_operators import LibraryOperators, called_in_torch
-from bridge.kinds import DIFFERENTIATING, FUNCTION, Kind
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
@@ -39,8 +38,9 @@ from bridge.record.rules import BY_VALUE, OPERATOR, RULES, TO_PYTHON
 from bridge.record.tensor import Aval, Recorded, aval_of
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.random_keys import SeededInside, Watch
-from bridge.trace.torch_numbers import by_torch
+from bridge.trace.torch_random import by_torch
 from bridge.trace.tracing import in_level, on_meta, settled
+from bridge.transform_kinds import DIFFERENTIATING, FUNCTION, Kind
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -16,13 +16,13 @@ import torch
 from bridge import private
 from bridge.boundary import autograd
 from bridge.errors import EscapedTensorError, NotInLoopError
-from bridge.kinds import CHECKPOINT, FUNCTION, LOOP
 from bridge.lowering.common import varying
 from bridge.programs.guards import within_autocast
 from bridge.record import loops
 from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, filled
 from bridge.trace import python_numbers, tracing
 from bridge.trace.levels import Unrecordable, push
+from bridge.transform_kinds import CHECKPOINT, FUNCTION, LOOP
 
 
 @dataclasses.dataclass(slots=True, eq=False)

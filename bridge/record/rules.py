@@ -15,11 +15,11 @@ import torch
 from bridge import private
 from bridge.convert.arguments import mapped, tensors_in, with_values
 from bridge.convert.strides import contiguous
-from bridge.kinds import JVP
 from bridge.record.entries import Out, functions_of
 from bridge.record.tensor import Recorded, aval, aval_of
 from bridge.trace.levels import Unrecordable
 from bridge.trace.tracing import exchanged, refuse_format
+from bridge.transform_kinds import JVP
 
 #: What a rule gives for a call that is recorded as an operator all the same.
 OPERATOR = object()

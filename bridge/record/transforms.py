@@ -22,16 +22,16 @@ from bridge.boundary.results import with_twins
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, advice, escaped, public
 from bridge.intercepted import autograd_function as intercepted
-from bridge.kinds import Kind
 from bridge.process import having, process
 from bridge.record import replay
-from bridge.record.escaped import Left
 from bridge.record.in_torch import InTorch, Pull
+from bridge.record.kept_tensors import Left
 from bridge.record.programs import NotCompiled, run
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import Aval
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import Unrecordable, state
+from bridge.transform_kinds import Kind
 
 #: The tensors among a recorded transform's results, and a function that builds the results from
 #: tensors.

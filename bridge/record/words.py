@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from bridge.kinds import Kind
 from bridge.lowering.registry import OVERRIDDEN
 from bridge.record.entries import Begin, End, Input, Left, Number, Op, Out, Pull, Ref
 from bridge.record.tensor import Aval
+from bridge.transform_kinds import Kind
 from bridge.xla import disk
 
 _PLAIN = frozenset(

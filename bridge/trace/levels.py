@@ -16,8 +16,8 @@ import jax
 import torch
 
 from bridge.errors import NotInLoopError
-from bridge.kinds import CHECKPOINT, DIFFERENTIATING, LOOP, Kind
 from bridge.trace.storage import Node
+from bridge.transform_kinds import CHECKPOINT, DIFFERENTIATING, LOOP, Kind
 
 _CAPTURED_WRITE = (
     "During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call "
@@ -67,7 +67,7 @@ class Level:
     #: that came from it
     keys: dict[int | None, Any] = field(default_factory=dict)
     seeds: Callable[[Any], Any] | None = None
-    # makes or notes the draws of torch's (bridge/trace/torch_numbers.py); None: random operators
+    # makes or notes the draws of torch's (bridge/trace/torch_random.py); None: random operators
     # draw from JAX's keys
     drawn: Any = None
     # the captured tensors that required grad when they were met

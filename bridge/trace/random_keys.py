@@ -1,4 +1,4 @@
-"""The source of the random numbers that JAX draws: keys from torch's generators. torch_numbers.py
+"""The source of the random numbers that JAX draws: keys from torch's generators. torch_random.py
 has those that torch draws.
 
 Outside a compiled function the root key is drawn from torch's generator at each call, so
@@ -19,7 +19,7 @@ import torch
 from bridge import private
 from bridge.process import having
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
-from bridge.trace.torch_numbers import ERROR
+from bridge.trace.torch_random import ERROR
 
 
 def seed_from(generator: torch.Generator | None) -> int:

@@ -30,13 +30,13 @@ from bridge.errors import (
     at_line,
     escaped,
 )
-from bridge.kinds import DIFFERENTIATING, FUNCTION, MAPPING, NUMBERED, PLAIN, ROOT
 from bridge.lowering.registry import of_this_torch
 from bridge.process import process
 from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
 from bridge.trace.levels import Level, around, innermost, push, state
 from bridge.trace.storage import Node
+from bridge.transform_kinds import DIFFERENTIATING, FUNCTION, MAPPING, NUMBERED, PLAIN, ROOT
 
 #: Ends the message for code that reads or writes at a tensor's address.
 NO_KERNEL = (

@@ -465,7 +465,7 @@ def table() -> ModuleType:
 )
 def test_models_of_transformers(table: Any, family: str) -> None:
     """Past the window of those that have one, too."""
-    model, torch_numbers = table.model_of(family), torch.get_rng_state
+    model, torch_random = table.model_of(family), torch.get_rng_state
     ids = torch.randint(3, 99, (B, 10))
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[2, :1] = 0
@@ -482,7 +482,7 @@ def test_models_of_transformers(table: Any, family: str) -> None:
         {**padded, "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
     ):
         torch.manual_seed(5)
-        expected, state = model.generate(ids, **options), torch_numbers()
+        expected, state = model.generate(ids, **options), torch_random()
         torch.manual_seed(5)
         assert torch.equal(generate(model, ids, **options), expected), options
-        assert torch.equal(torch_numbers(), state)
+        assert torch.equal(torch_random(), state)

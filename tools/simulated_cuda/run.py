@@ -210,7 +210,7 @@ def simulate() -> Any:
 
     from bridge import devices
     from bridge.convert import tensors
-    from bridge.trace import torch_numbers
+    from bridge.trace import torch_random
 
     cross = tensors._cross
 
@@ -223,7 +223,7 @@ def simulate() -> Any:
 
     tensors._cross, tensors._is_plain = crossing, lambda t: False
     devices.of = lambda device: jax.local_devices(backend="cpu")[0]
-    torch_numbers.default_generator = lambda device: torch.default_generator
+    torch_random.default_generator = lambda device: torch.default_generator
     jax.default_backend = lambda: "gpu"  # tests ask for it
     return library
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jax import Array, lax
 
-#: "check", "next_key", "torch_numbers", "torch_numbers_by_value", "float32_precision", "any_size",
+#: "check", "next_key", "torch_random", "torch_random_by_value", "float32_precision", "any_size",
 #: "attention_scores" -> the bridge's function with that name
 PROVIDED: dict[str, Callable[..., Any]] = {}
 
@@ -73,7 +73,7 @@ def next_key(generator: torch.Generator | None = None) -> jax.Array:
     return PROVIDED["next_key"](generator)
 
 
-def torch_numbers(
+def torch_random(
     name: str,
     args: Sequence[Any],
     fill: float | None = None,
@@ -93,10 +93,10 @@ def torch_numbers(
             that lies in memory as all lanes of the operator's first operand, whose shape is that of
             args[0], and gives one of the same shape that lies as the numbers.
     """
-    return PROVIDED["torch_numbers"](name, args, fill, rules, generator, order)
+    return PROVIDED["torch_random"](name, args, fill, rules, generator, order)
 
 
-def torch_numbers_by_value(
+def torch_random_by_value(
     name: str,
     operands: Sequence[Array],
     args: Sequence[Any] = (),
@@ -110,7 +110,7 @@ def torch_numbers_by_value(
         operands: the tensors' values.
         args: the arguments after the tensors.
     """
-    return PROVIDED["torch_numbers_by_value"](name, operands, args, generator)
+    return PROVIDED["torch_random_by_value"](name, operands, args, generator)
 
 
 def any_size() -> bool:

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from bridge.lowering.common.loops import scan
 from bridge.lowering.common.promotion import cast, concrete, constant, fused
-from bridge.lowering.common.provided import next_key, torch_numbers
+from bridge.lowering.common.provided import next_key, torch_random
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.registry import lowering
 
@@ -153,7 +153,7 @@ def _run(
 
 
 def _mask(like: Array, keep: float) -> Array:
-    drawn = torch_numbers("aten.bernoulli_.float", (like, keep))
+    drawn = torch_random("aten.bernoulli_.float", (like, keep))
     mask = jax.random.bernoulli(next_key(None), keep, like.shape) if drawn is None else drawn
     return cast(mask, like.dtype) / keep if keep > 0 else like
 

@@ -2,7 +2,7 @@
 the named distributions.
 
 PyTorch draws the numbers of an operator registered with ``draws`` before its lowering would run,
-and those for which a lowering asks torch_numbers in common/provided.py. The others are JAX's own;
+and those for which a lowering asks torch_random in common/provided.py. The others are JAX's own;
 every key comes from next_key. Low precision is then drawn in float32.
 """
 
@@ -33,8 +33,8 @@ from bridge.lowering.common.provided import (
     next_key,
     outside,
     refuse,
-    torch_numbers,
-    torch_numbers_by_value,
+    torch_random,
+    torch_random_by_value,
 )
 from bridge.lowering.registry import lowering
 
@@ -184,13 +184,13 @@ def aten_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None 
     dtype = mean.dtype if hasattr(mean, "dtype") else std.dtype
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
     if is_floating(dtype) and not hasattr(std, "dtype"):
-        drawn = torch_numbers("aten.normal.Tensor_float", (mean, std), 0, generator=generator)
+        drawn = torch_random("aten.normal.Tensor_float", (mean, std), 0, generator=generator)
         if drawn is not None:
             return drawn + lax.stop_gradient(mean)
     elif is_floating(dtype):
         like = jnp.broadcast_to(cast(std, dtype), shape)
         rules = ("aten.normal.Tensor_Tensor", (mean, std)) if hasattr(mean, "dtype") else None
-        drawn = torch_numbers("aten.normal.float_Tensor", (0.0, like), 1, rules, generator)
+        drawn = torch_random("aten.normal.float_Tensor", (0.0, like), 1, rules, generator)
         if drawn is not None:
             _check_std(std)
             return cast(drawn * lax.stop_gradient(std) + lax.stop_gradient(mean), dtype)
@@ -407,7 +407,7 @@ def _bernoulli(self: Array, p: Array, order: Any, generator: torch.Generator | N
     )
     p = cast(lax.stop_gradient(p), opmath(p.dtype))
     like, rules = jnp.broadcast_to(p, self.shape), ("aten.bernoulli", (p,))
-    drawn = torch_numbers("aten.uniform_", (like,), rules=rules, generator=generator, order=order)
+    drawn = torch_random("aten.uniform_", (like,), rules=rules, generator=generator, order=order)
     return cast(
         (_uniform(next_key(generator), self.shape, p.dtype) if drawn is None else drawn) < p,
         self.dtype,
@@ -430,7 +430,7 @@ def aten_native_dropout(input: Array, p: float, train: bool | None) -> tuple[Arr
         return input, jnp.ones(input.shape, np.bool_)
     _check_probability(p, "dropout")
     scale = 1 / (1 - p) if p < 1 else 0.0
-    mask = torch_numbers("aten.native_dropout", (input, p, True), order=lambda whole: whole)
+    mask = torch_random("aten.native_dropout", (input, p, True), order=lambda whole: whole)
     if mask is not None:
         return input * cast(mask, input.dtype) * scale, mask
     mask = coin(next_key(None), 1 - p, input.shape)
@@ -452,7 +452,7 @@ def aten_rrelu_with_noise(
     """
     if not training:
         return jnp.where(self > 0, self, self * ((lower + upper) / 2)), noise
-    slope = torch_numbers_by_value("aten.rrelu", (self,), (lower, upper, True), generator=generator)
+    slope = torch_random_by_value("aten.rrelu", (self,), (lower, upper, True), generator=generator)
     if slope is None:
         slope = jnp.where(self > 0, 1, aten_uniform(self, lower, upper, generator=generator))
     return jnp.where(self > 0, self, self * slope), slope
@@ -531,7 +531,7 @@ def aten_poisson(self: Array, generator: torch.Generator | None = None) -> Array
     """poisson(Tensor self, Generator? generator=None) -> Tensor"""
     _need_floating(self.dtype, "poisson")
     refuse(outside(self, 0, np.inf), "invalid Poisson rate, expected rate to be non-negative")
-    drawn = torch_numbers_by_value("aten.poisson", (self,), generator=generator)
+    drawn = torch_random_by_value("aten.poisson", (self,), generator=generator)
     if drawn is not None:
         return drawn
     rate = cast(lax.stop_gradient(self), opmath(self.dtype))
@@ -544,7 +544,7 @@ def aten_poisson(self: Array, generator: torch.Generator | None = None) -> Array
 def aten_binomial(count: Array, prob: Array, generator: torch.Generator | None = None) -> Array:
     """binomial(Tensor count, Tensor prob, Generator? generator=None) -> Tensor"""
     _need_floating(count.dtype, "binomial")
-    drawn = torch_numbers_by_value(
+    drawn = torch_random_by_value(
         "aten.binomial", jnp.broadcast_arrays(count, prob), generator=generator
     )
     if drawn is not None:
@@ -595,13 +595,13 @@ def aten_multinomial(
     # what PyTorch does, in the same steps
     rules = ("aten.multinomial", (weights, num_samples, replacement))
     if not replacement or num_samples == 1:
-        drawn = torch_numbers(
+        drawn = torch_random(
             "aten.exponential_", (weights,), rules=rules, generator=generator, order=_rows
         )
         if drawn is not None:
             return cast(lax.top_k(weights / drawn, num_samples)[1], np.int64)
     else:
-        drawn = torch_numbers(
+        drawn = torch_random(
             "aten.uniform_",
             (jnp.zeros((*batch, num_samples), np.float64),),
             rules=rules,
@@ -653,7 +653,7 @@ def aten_standard_gamma(self: Array, generator: torch.Generator | None = None) -
     _need_floating(self.dtype, "_standard_gamma")
     work = opmath(self.dtype)
     # differentiable by implicit reparameterization, as PyTorch's (https://arxiv.org/abs/1805.08498)
-    found = torch_numbers_by_value("aten._standard_gamma", (self,), generator=generator)
+    found = torch_random_by_value("aten._standard_gamma", (self,), generator=generator)
     if found is not None:
         return _gamma_of(self, found)
     drawn = jax.random.gamma(next_key(generator), cast(self, work), self.shape, work)
@@ -722,7 +722,7 @@ def aten_sample_dirichlet(self: Array, generator: torch.Generator | None = None)
     _need_floating(self.dtype, "_sample_dirichlet")
     work = opmath(self.dtype)
     alpha = cast(self, work)
-    found = torch_numbers_by_value("aten._sample_dirichlet", (self,), generator=generator)
+    found = torch_random_by_value("aten._sample_dirichlet", (self,), generator=generator)
     if found is not None:
         return cast(_dirichlet_of(alpha, cast(found, work)), self.dtype)
     # in logarithms, because all gammas of small concentrations may underflow

@@ -25,13 +25,13 @@ from jax.interpreters import batching, mlir
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.convert.strides import contiguous, span
-from bridge.kinds import NUMBERED
 from bridge.lowering.registry import overload
 from bridge.process import having, process
 from bridge.trace import folding, python_numbers
 from bridge.trace.levels import Level, around, innermost, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced
+from bridge.transform_kinds import NUMBERED
 
 ERROR = (
     "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
@@ -468,7 +468,7 @@ def of_arrays(
     generator: torch.Generator | None,
     order: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> jax.Array | None:
-    """Implements ``bridge.lowering.common.provided.torch_numbers``."""
+    """Implements ``bridge.lowering.common.provided.torch_random``."""
     if drawing() is None:
         return None
     vmaps = _vmaps()
@@ -485,7 +485,7 @@ def of_arrays(
 def by_value(
     name: str, operands: Sequence[jax.Array], args: Sequence[Any], generator: torch.Generator | None
 ) -> jax.Array | None:
-    """Implements ``bridge.lowering.common.provided.torch_numbers_by_value``."""
+    """Implements ``bridge.lowering.common.provided.torch_random_by_value``."""
     drawn = drawing()
     if type(drawn) is not AtEachCall:
         return None

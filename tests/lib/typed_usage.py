@@ -16,6 +16,7 @@ import jax
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import bridge
@@ -23,6 +24,7 @@ import torchfunc_jax
 from bridge import checkpoints
 from torchfunc_jax import (
     attention_scores,
+    checkpoint_policy,
     chunk_vmap,
     cold,
     combine_state_for_ensemble,
@@ -253,6 +255,8 @@ def main(folder: str) -> None:
     exported(x[None], folder)
     decoded(torch.tensor([[1, 2, 3]]))
     assert_parity(square, x, transforms=["grad"])
+    keep = checkpoint_policy(jax.checkpoint_policies.dots_saveable)
+    checkpoint(nn.Linear(3, 3), torch.ones(2, 3), use_reentrant=False, context_fn=keep)
     with scan_blocks(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])):
         assert versions[0] == versions[1]
 

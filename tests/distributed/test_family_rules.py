@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import bridge
 
+JOBS = (*family_jobs.OWN, "files", "adapters")
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "phi", "opt", "falcon")
 # their attention merges the batch and the heads, their projections are three in one, or their
@@ -56,11 +57,17 @@ def check(family: str, results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("weights", family_jobs.OWN)
 def test_a_decoder_on_a_mesh(weights: str) -> None:
-    check(weights, ran(*family_jobs.OWN, "files")[weights])
+    check(weights, ran(*JOBS)[weights])
+
+
+def test_gradients_of_adapters_on_int8_weights() -> None:
+    found = ran(*JOBS)["adapters"]
+    assert found["difference"] < 1e-5 and found["like"], found
+    assert found["split"] == 2 and found["gathered"] < found["smallest"], found
 
 
 def test_files_onto_a_mesh_in_bfloat16() -> None:
-    found = ran(*family_jobs.OWN, "files")["files"]
+    found = ran(*JOBS)["files"]
     assert found["read"] == found["there"]  # each number once, although two devices have some
     assert found["dtypes"] == ["bfloat16"] and found["part"] == 1 / 8
     assert found["difference"] < 0.02

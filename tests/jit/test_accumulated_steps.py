@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agreement import same
-from decoder import TOKENS, Decoder
+from decoder import TOKENS, Decoder, with_adapters
 from torch import nn
 
 import bridge
@@ -144,27 +144,6 @@ def test_what_cannot_be_divided(make: Any, call: Any, message: str) -> None:
 
 
 # -- adapters --------------------------------------------------------------------------------------
-class Adapted(nn.Module):
-    """A layer and two small ones, as peft names them."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base_layer = layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, layer.out_features, bias=False)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-
-
-def by_hand(model: nn.Module) -> nn.Module:
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-        layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
-    return model
-
-
 def by_peft(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -179,7 +158,7 @@ def next_token(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
-@pytest.mark.parametrize("add", [by_hand, by_peft])
+@pytest.mark.parametrize("add", [with_adapters, by_peft])
 def test_adapters_alone_are_trained(add: Callable[[nn.Module], nn.Module], quantized: bool) -> None:
     torch.manual_seed(0)
     model = Decoder()

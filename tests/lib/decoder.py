@@ -1,5 +1,5 @@
-"""A small decoder with a cache of keys and values, whose layers have the names of Llama's; and what
-a compiled program gathers from other devices.
+"""A small decoder with a cache of keys and values, whose layers have the names of Llama's; adapters
+for it; and what a compiled program gathers from other devices.
 """
 
 from __future__ import annotations
@@ -80,6 +80,28 @@ class Decoder(nn.Module):
             x, pair = layer(x, pair)
             after.append(pair)
         return self.lm_head(self.norm(x)), after
+
+
+class Adapted(nn.Module):
+    """A layer and two small ones, as peft names them."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, layer.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """A decoder whose adapters alone require a gradient."""
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
+    return model
 
 
 def gathered(program: str) -> list[int]:

@@ -1,6 +1,6 @@
 """What a process of tests/distributed/test_family_rules.py runs on eight simulated devices:
 ``python family_jobs.py llama gpt2 ...`` prints a line of JSON, what ``compared`` returns for each;
-"files" is what ``from_files`` returns.
+"files" is what ``from_files`` returns, "adapters" what ``trained`` does.
 "own" is the decoder of decoder.py, "int8" the same with quantized weights; the others are models of
 docs/hugging_face.py.
 """
@@ -116,9 +116,10 @@ def compared(family: str) -> dict[str, Any]:
             ),
         )
         step = call.lower(*given, jax.device_put(tokens[:, -1:], rows), split_cache).compile()
+        weights = given[0] | (given[1] if family == "int8" else {})
         matrices = [
             p
-            for name, p in given[0].items()
+            for name, p in weights.items()
             if p.ndim > 1 and "wpe" not in name and "pos" not in name
         ]
         split = [p.size for p in matrices if any(p.sharding.spec)]
@@ -133,6 +134,48 @@ def compared(family: str) -> dict[str, Any]:
             "smallest": min(split, default=0),
         }
     return results
+
+
+def trained() -> dict[str, Any]:
+    """The gradients of adapters on int8 weights, on a mesh of 2x4 beside those of one device.
+
+    Returns:
+        dict: "difference"; "gathered": how many numbers the largest result has that the program
+            gathers; "smallest": how many the smallest weight has that is split; "split": how many
+            adapters are split; "like": whether each gradient is split as its adapter.
+    """
+    torch.manual_seed(0)
+    model = decoder.with_adapters(bridge.quantize_int8(decoder.Decoder(1)))
+    params, buffers = bridge.params(model), bridge.buffers(model)
+    adapters = {name: params.pop(name) for name in [*params] if "lora_" in name}
+    tokens = np.random.RandomState(0).randint(0, 99, (8, 7))
+
+    @jax.jit
+    def gradients(adapters: Any, params: Any, buffers: Any, tokens: Any) -> Any:
+        def loss(adapters: Any) -> Any:
+            logits, _ = bridge.call(model, {**params, **adapters}, buffers, (tokens,))[0]
+            return (logits**2).mean()
+
+        return jax.grad(loss)(adapters)
+
+    wanted = gradients(adapters, params, buffers, tokens)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    rules = bridge.rules("llama")
+    given = [bridge.shard(tree, mesh, rules) for tree in (adapters, params, buffers)]
+    rows = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    program = gradients.lower(*given, rows).compile()
+    found = program(*given, rows)
+    weights = [x for x in given[2].values() if x.ndim > 1]
+    return {
+        "difference": difference(found, wanted),
+        "gathered": max(decoder.gathered(program.as_text()), default=0),
+        "smallest": min(x.size for x in weights if any(x.sharding.spec)),
+        "split": sum(any(x.sharding.spec) for x in given[0].values()),
+        "like": all(
+            g.sharding.is_equivalent_to(given[0][name].sharding, g.ndim)
+            for name, g in found.items()
+        ),
+    }
 
 
 def from_files() -> dict[str, Any]:
@@ -209,4 +252,5 @@ def from_files() -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     jax.config.update("jax_num_cpu_devices", 8)
-    print(json.dumps({f: from_files() if f == "files" else compared(f) for f in sys.argv[1:]}))
+    jobs = {"files": from_files, "adapters": trained}
+    print(json.dumps({f: jobs[f]() if f in jobs else compared(f) for f in sys.argv[1:]}))

@@ -157,9 +157,13 @@ class Refused(Exception):
 
 
 def packed(compiled: jax.stages.Compiled) -> tuple[Any, ...]:
-    """A compiled function as data."""
+    """A compiled function as data, with the number of the device that it runs on."""
     try:
-        return serialize_executable.serialize(compiled)
+        used = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        devices = {device.id for sharding in used for device in sharding.device_set}
+        if len(devices) != 1:
+            raise Refused
+        return *serialize_executable.serialize(compiled), devices.pop()
     except (
         jax.errors.JaxRuntimeError,
         NotImplementedError,
@@ -179,9 +183,16 @@ def _find_lapack() -> None:
 
 
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
-    if b"lapack_" in data[0]:
+    *program, number = data
+    if b"lapack_" in program[0]:
         _find_lapack()
+    # JAX would take it for a program of all devices
+    here = [device for device in jax.local_devices(backend="cpu") if device.id == number]
+    if not here:
+        raise Refused
     try:
-        return serialize_executable.deserialize_and_load(*data)
+        return serialize_executable.deserialize_and_load(
+            *program, backend=here[0].client, execution_devices=here
+        )
     except jax.errors.JaxRuntimeError as error:
         raise Refused from error

@@ -214,11 +214,17 @@ print(json.dumps([len(made), f(x).item(), *[p.grad.sum().item() for p in net.par
 """
 
 
-@pytest.mark.parametrize(("depth", "jax_cache"), [(1, False), (1, True), (9, False)])
-def test_the_next_process_compiles_nothing(tmp_path: Path, depth: int, jax_cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("depth", "jax_cache", "devices"),
+    [(1, False, 1), (1, True, 1), (1, False, 4), (9, False, 1)],
+)
+def test_the_next_process_compiles_nothing(
+    tmp_path: Path, depth: int, jax_cache: bool, devices: int
+) -> None:
     """Nine equal layers are a loop, whose pieces are compiled each by itself."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {
-        "XDG_CACHE_HOME": str(tmp_path)
+        "XDG_CACHE_HOME": str(tmp_path),
+        "JAX_NUM_CPU_DEVICES": str(devices),
     }
     if jax_cache:
         environment |= {

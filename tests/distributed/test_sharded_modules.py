@@ -65,13 +65,13 @@ def test_a_block_by_data_and_by_tensors_is_that_of_one_device(case: Any) -> None
     assert found["sums"] > 0 and found["shape"] == [8, 5, 32]
 
 
-def test_ways_to_differentiate_agree_with_one_device() -> None:
+def test_ways_to_differentiate_and_to_decode_agree_with_one_device() -> None:
     results = {
         title: found
         for title, found in ran("fast").items()
         if not title.startswith("block, ") and title != "files"
     }
-    assert len(results) == 2 * len(mesh_jobs.FAST) + 6 and not wrong(results)
+    assert len(results) == 2 * len(mesh_jobs.FAST) + 8 and not wrong(results)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from networks import Decoder
 from torch import nn
 from torch._higher_order_ops import scan, while_loop
 
@@ -31,6 +32,7 @@ import bridge
 from bridge import checkpoints
 from torchfunc_jax import (
     functional_call,
+    generate,
     grad,
     grad_and_value,
     hessian,
@@ -427,6 +429,19 @@ def files() -> Iterator[dict[str, Any]]:
             }
 
 
+def decoded(kind: AxisType) -> float:
+    """The share of tokens that are others than on one device; heads and sequences are spread over a
+    mesh.
+    """
+    torch.manual_seed(0)
+    model, ids = Decoder().eval(), torch.randint(40, (8, 5))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    params = bridge.shard(bridge.params(model), mesh, {"project.*": P("model"), "head.*": P()})
+    given = jax.device_put(bridge.to_jax(ids), NamedSharding(mesh, P("data")))
+    found = bridge.to_torch(generate(model, given, params=params, max_new_tokens=9))
+    return float((found != generate(model, ids, max_new_tokens=9)).double().mean())
+
+
 def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
     thin = sys.argv[1] == "fast"
     for name, (model, shape) in models().items():
@@ -464,6 +479,8 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
         for case in BLOCKS:
             yield title(case), functools.partial(block, *case)
         yield "files", lambda: list(files())
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        yield f"decoding, {kind.name}", functools.partial(decoded, kind)
 
 
 FAST = {

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
+from networks import Decoder
 from torch import nn
 
 import bridge
@@ -24,32 +25,6 @@ from torchfunc_jax import explain, generate, random_numbers
 V, B, T, N = 40, 3, 6, 12
 #: as if there were padding on the left of the first and the last sequence
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1]])
-
-
-class Decoder(nn.Module):
-    """Two layers with heads and learned positions; it follows generate's protocol."""
-
-    def __init__(self, width: int = 16, heads: int = 4, rounded: bool = False) -> None:
-        super().__init__()
-        self.heads, self.rounded = heads, rounded
-        self.embed, self.places = nn.Embedding(V, width), nn.Embedding(64, width)
-        self.project = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.head = nn.Linear(width, V)
-
-    def forward(self, ids: Any, cache: Any, attention_mask: Any, position_ids: Any) -> Any:
-        (b, t), before = ids.shape, cache.get_seq_length()
-        x = self.embed(ids) + self.places(position_ids)
-        for layer, project in enumerate(self.project):
-            q, k, v = project(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            k, v = cache.update(k, v, layer)
-            causal = torch.arange(k.shape[2]) <= (before + torch.arange(t))[:, None]
-            seen = causal & attention_mask[:, None, None].bool()
-            # padding sees itself: without any key it would be NaN
-            seen = seen | torch.eye(t, k.shape[2], dtype=torch.bool) if t > 1 else seen
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-            x = x + y.transpose(1, 2).reshape(b, t, -1)
-        logits = self.head(x) * 4
-        return logits.round() if self.rounded else logits
 
 
 class NoCache:

@@ -183,8 +183,8 @@ def _find_lapack() -> None:
 
 
 def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
-    *program, number = data
-    if b"lapack_" in program[0]:
+    serialized, in_tree, out_tree, number = data
+    if b"lapack_" in serialized:
         _find_lapack()
     # JAX would take it for a program of all devices
     here = [device for device in jax.local_devices(backend="cpu") if device.id == number]
@@ -192,7 +192,7 @@ def unpacked(data: tuple[Any, ...]) -> jax.stages.Compiled:
         raise Refused
     try:
         return serialize_executable.deserialize_and_load(
-            *program, backend=here[0].client, execution_devices=here
+            serialized, in_tree, out_tree, here[0].client, here
         )
     except jax.errors.JaxRuntimeError as error:
         raise Refused from error

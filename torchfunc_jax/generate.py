@@ -232,9 +232,9 @@ def _next(
     """The next token of each sequence, ``[batch]``; count: how many new tokens there are."""
     if plan.least and plan.eos:
         ends = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-        ends[[token for token in plan.eos if token < len(ends)]] = True
+        ends[[token for token in plan.eos if 0 <= token < len(ends)]] = True
         logits = logits.masked_fill(ends & (count < plan.least), -torch.inf)
-    if noise is None:
+    if not plan.sampled:
         return logits.argmax(-1)
     temperature, top_p = numbers
     if plan.tempered:
@@ -244,8 +244,10 @@ def _next(
         logits = logits.masked_fill(logits < least, -torch.inf)
     if plan.top_p:
         logits = _nucleus(logits, top_p)
-    # torch.multinomial of one number, with its numbers
-    return (logits.softmax(-1) / noise).argmax(-1)
+    probabilities = logits.softmax(-1)
+    if noise is None:
+        return torch.multinomial(probabilities, 1)[:, 0]
+    return (probabilities / noise).argmax(-1)  # which is what torch.multinomial does
 
 
 def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -265,15 +267,13 @@ def _nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(keys < least, -torch.inf)
 
 
-def _noise(plan: _Plan, logits: torch.Tensor, drawn_by_torch: bool) -> torch.Tensor | None:
-    """Numbers of the exponential distribution for each step, ``[steps, batch, vocabulary]``, which
-    torch draws as it would draw them step by step.
+def _noise(plan: _Plan, logits: torch.Tensor, by_generator: bool) -> torch.Tensor | None:
+    """The numbers of the exponential distribution that torch's generator gives torch.multinomial in
+    the steps, ``[steps, batch, vocabulary]``; None: the steps draw their own.
     """
-    if not plan.sampled:
+    if not by_generator:
         return None
-    if drawn_by_torch:
-        return torch.stack([torch.empty_like(logits).exponential_() for _ in range(plan.steps)])
-    return logits.new_empty(plan.steps, *logits.shape).exponential_()
+    return torch.stack([torch.empty_like(logits).exponential_() for _ in range(plan.steps)])
 
 
 def _prompt(
@@ -283,13 +283,13 @@ def _prompt(
     mask: torch.Tensor,
     numbers: Any,
     plan: _Plan,
-    drawn_by_torch: bool,
+    by_generator: bool,
 ) -> tuple[Any, ...]:
     """The first tokens: the prompt's, and those of a loop after it."""
     cache = Cache({}, 0, plan.length)
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     logits = _logits(model, params, ids, mask, positions, cache)
-    noise = _noise(plan, logits, drawn_by_torch)
+    noise = _noise(plan, logits, by_generator)
     token = _next(logits, None if noise is None else noise[0], 0, plan, numbers)
     if not cache.layers:
         raise TypeError(
@@ -311,13 +311,13 @@ def _more(
     state: _State,
     numbers: Any,
     plan: _Plan,
-    drawn_by_torch: bool,
+    by_generator: bool,
     vocabulary: int,
 ) -> tuple[Any, ...]:
     """The tokens after those of another program."""
     like = torch.empty(len(mask), vocabulary, device=mask.device)
     tokens = mask.new_full((len(mask), plan.steps), plan.pad)
-    noise = _noise(plan, like, drawn_by_torch)
+    noise = _noise(plan, like, by_generator)
     return *_loop(model, params, mask, tokens, 0, state, noise, numbers, plan), vocabulary
 
 
@@ -420,8 +420,8 @@ def generate(
         streamer: an object with ``put(tokens)`` and ``end()``, such as transformers' TextStreamer:
             it gets the prompt, and then ``[batch]`` tokens for each step.
         chunk_size: how many tokens a program finds before the next one goes on; None: all of them,
-            or 8 with a streamer. The numbers of a sample need memory for ``chunk_size`` times the
-            logits.
+            or 8 with a streamer. Where torch draws the numbers of a sample, they need memory for
+            ``chunk_size`` times the logits.
         options: ``max_new_tokens``, ``max_length``, ``min_new_tokens``, ``min_length``,
             ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id`` (one or
             several), ``pad_token_id``, with transformers' meanings.

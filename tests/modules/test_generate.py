@@ -192,6 +192,7 @@ def test_samples_by_jax_have_the_distribution() -> None:
         torch.manual_seed(7)
         assert torch.equal(once, generate(model, many[:3], max_new_tokens=9, do_sample=True))
     assert len({tuple(row) for row in found.tolist()}) > 20
+    assert (found[:, 0] != found[:, 1]).any() and len(set(once[0, T:].tolist())) > 2
     with torch.no_grad():
         logits = model(ids[:1], NoCache(), torch.ones(1, T), torch.arange(T)[None])[0, -1]
     top, tokens = logits.topk(8)

@@ -15,7 +15,7 @@ from jax import lax
 from torch import nn
 
 import bridge
-from bridge.errors import public
+from bridge.errors import DataDependentError, public
 from bridge.intercepted.control_flow import while_loop
 from bridge.trace.torch_random import by_torch
 from torchfunc_jax.functional_call import functional_call
@@ -474,11 +474,18 @@ def generate(
     found = [prompt]
     if streamer is not None:
         streamer.put(prompt.cpu())
-    for block in _blocks(model, params, inputs, plan):
-        found.append(_tensor(block))
-        if streamer is not None:
-            for tokens in found[-1].cpu().unbind(1):
-                streamer.put(tokens)
+    try:
+        for block in _blocks(model, params, inputs, plan):
+            found.append(_tensor(block))
+            if streamer is not None:
+                for tokens in found[-1].cpu().unbind(1):
+                    streamer.put(tokens)
+    except DataDependentError as error:
+        error.add_note(
+            f"generate: {type(model).__name__} asks for values, such as the number of tokens in "
+            "the cache, and cannot be decoded in one program; call model.generate"
+        )
+        raise
     if streamer is not None:
         streamer.end()
     every = torch.cat(found, 1)

@@ -20,6 +20,7 @@ from networks import Decoder
 from torch import nn
 
 import bridge
+from bridge.errors import DataDependentError
 from torchfunc_jax import explain, generate, random_numbers
 
 V, B, T, N = 40, 3, 6, 12
@@ -311,6 +312,12 @@ class Recurrent(nn.Module):
         return cache.recurrent_states[0]
 
 
+class Counting(Decoder):
+    def forward(self, ids: Any, cache: Any, attention_mask: Any, position_ids: Any) -> Any:
+        int(cache.get_seq_length())
+        return super().forward(ids, cache, attention_mask, position_ids)
+
+
 def with_config(**config: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = made()[0]
@@ -368,6 +375,7 @@ IDS = torch.ones(2, 4, dtype=torch.int64)
         ),
         (WithoutCache, IDS, {}, TypeError, "^model: .*cache or past_key_values, got WithoutCache"),
         (Unused, IDS, {}, TypeError, "^model: .*call update .*got Unused"),
+        (Counting, IDS, {}, DataDependentError, "under jit only its shape"),
         (Recurrent, IDS, {}, AttributeError, "^cache: .*'recurrent_states'"),
         (Decoder, IDS, {"temperature": 0.0, "do_sample": True}, ValueError, "^temperature: .*0"),
         (Decoder, IDS, {"temperature": "hot"}, ValueError, "^temperature: .*'hot'"),
@@ -396,8 +404,10 @@ IDS = torch.ones(2, 4, dtype=torch.int64)
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_wrong_input(model: Any, ids: Any, options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         generate(model(), ids, **options)
+    if error is DataDependentError:
+        assert any("Counting asks for values" in note for note in raised.value.__notes__)
 
 
 def test_ids_that_the_model_does_not_have() -> None:

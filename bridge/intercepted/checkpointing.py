@@ -35,7 +35,9 @@ class ByPolicy:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def __call__(self) -> tuple[contextlib.AbstractContextManager[Any], ...]:
+    def __call__(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         return contextlib.nullcontext(), contextlib.nullcontext()
 
     def __repr__(self) -> str:

@@ -215,8 +215,7 @@ print(json.dumps([len(made), f(x).item(), *[p.grad.sum().item() for p in net.par
 
 
 @pytest.mark.parametrize(
-    ("depth", "jax_cache", "devices"),
-    [(1, False, 1), (1, True, 1), (1, False, 4), (9, False, 1)],
+    ("depth", "jax_cache", "devices"), [(1, False, 1), (1, True, 1), (1, False, 4), (9, False, 1)]
 )
 def test_the_next_process_compiles_nothing(
     tmp_path: Path, depth: int, jax_cache: bool, devices: int

@@ -255,6 +255,9 @@ def main(folder: str) -> None:
     exported(x[None], folder)
     decoded(torch.tensor([[1, 2, 3]]))
     assert_parity(square, x, transforms=["grad"])
+    quantized = bridge.quantize_int8(nn.Sequential(nn.Linear(3, 3)))
+    quantized(torch.ones(2, 3))
+    assert bridge.rules(bridge.rules()[0], fsdp="data")
     keep = checkpoint_policy(jax.checkpoint_policies.dots_saveable)
     checkpoint(nn.Linear(3, 3), torch.ones(2, 3), use_reentrant=False, context_fn=keep)
     with scan_blocks(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])):

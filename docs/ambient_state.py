@@ -9,6 +9,7 @@ beside torch.func, and checks that the page is up to date.
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,63 +45,40 @@ def page() -> str:
         [
             "# PyTorch's ambient state",
             "",
-            (
-                "What a function computes in PyTorch depends on more than its arguments: on "
-                "autocast, on default"
+            *_wrapped(
+                "In PyTorch the results of a function depend on more than its arguments: on "
+                "autocast, on default dtypes and devices, on modes, hooks and generators. For each "
+                "such state, this page compares a function that runs in JAX with torch.func in the "
+                f"same place: {len(ambient.STATES)} states, {count:,} cells. "
+                "[ambient_state.py](ambient_state.py) writes it from the table in "
+                "[ambient.py](../tests/lib/ambient.py), and "
+                "[test_ambient_state.py](../tests/unjitted/test_ambient_state.py) runs each cell."
             ),
-            (
-                "dtypes and devices, on modes, hooks and generators. This page says, for each such "
-                "state, whether a"
-            ),
-            "function that runs in JAX does what torch.func does in the same place:",
-            (
-                f"{len(ambient.STATES)} states, {count:,} cells. Written by "
-                "[ambient_state.py](ambient_state.py) from"
-            ),
-            (
-                "the table in [ambient.py](../tests/lib/ambient.py), which "
-                "[test_ambient_state.py](../tests/unjitted/test_ambient_state.py)"
-            ),
-            "runs cell by cell.",
             "",
-            (
-                "A state is set *inside the function* (and set back there), *around the call* of a "
-                "function that was"
+            *_wrapped(
+                "A state is set *inside the function* (and reset there), *around the call* of a "
+                "function that was transformed before, or *between two calls*: without it, with "
+                "it, without it, with it. The function calls a layer, whose weight it either "
+                "*captures* or gets *passed*. `functionalize` stands for code that is not "
+                "compiled; it and `jit` are compared with the plain function, and `jit(grad)` with "
+                "`torch.func.grad`. The comparison covers values, dtypes, devices, "
+                "`requires_grad`, the gradients that `torch.autograd.grad` finds through the "
+                "results, a module's buffers, classes of errors, and the ambient state after each "
+                "call."
             ),
-            (
-                "transformed outside of it, or *between two calls*: without it, with it, without "
-                "it, with it. The"
-            ),
-            (
-                "weight of the layer that is called is *captured* by the function, or *passed* to "
-                "it. `functionalize`"
-            ),
-            (
-                "stands for code that is not compiled; it and `jit` are compared with the plain "
-                "function, `jit(grad)`"
-            ),
-            (
-                "with `torch.func.grad`. The comparison covers values, dtypes, devices, "
-                "`requires_grad`, the gradients"
-            ),
-            (
-                "that `torch.autograd.grad` finds through the results, a module's buffers, classes "
-                "of errors, and the"
-            ),
-            "ambient state after each call.",
             "",
             "| cell | meaning |",
             "| --- | --- |",
             (
-                "| as torch.func | the same, in all of this; also if torch.func raises an error "
-                "and so do we |"
+                "| as torch.func | all of these are equal; or torch.func raises an error, "
+                "and this library raises it too |"
             ),
-            "| refused: *class* | torch.func does it; here it is an error that says so |",
+            "| refused: *class* | it works in torch.func; here it raises an error of this class |",
             (
-                "| works | torch.func raises an error; here it does what PyTorch "
-                "does without a transform |"
+                "| works | torch.func raises an error; here the result is that of PyTorch "
+                "without a transform |"
             ),
-            "| differs | for the reason in the note |",
+            "| differs | the result differs; the note gives the reason |",
             "",
             f"| state | set | weight | {' | '.join(f'`{way}`' for way in ambient.WAYS)} |",
             f"| {' | '.join(['---'] * (3 + len(ambient.WAYS)))} |",
@@ -108,9 +86,20 @@ def page() -> str:
             "",
             "## Notes",
             "",
-            *[f"{k}. {note}" for k, note in enumerate(notes, 1)],
+            *[
+                line
+                for k, note in enumerate(notes, 1)
+                for line in _wrapped(f"{k}. {note}", f"{k}. ")
+            ],
             "",
         ]
+    )
+
+
+def _wrapped(text: str, mark: str = "") -> list[str]:
+    """Lines of the page; mark: the beginning of the text under which the next lines are not."""
+    return textwrap.wrap(
+        text, 100, subsequent_indent=" " * len(mark), break_long_words=False, break_on_hyphens=False
     )
 
 

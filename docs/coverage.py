@@ -201,21 +201,22 @@ def page(about: dict[str, Any], coverage: Coverage) -> str:
         "# Operators",
         "",
         *textwrap.wrap(
-            f"Every operator of PyTorch's own test database (`op_db`, torch {about['torch']}, JAX "
-            f"{about['jax']}) on its own samples ({counts} an operator), through each transform, "
-            "compared with plain PyTorch on the CPU. Written by `python docs/coverage.py`, which "
-            "runs torch.func on the same samples.",
+            f"`python docs/coverage.py` runs every operator of PyTorch's own test database "
+            f"(`op_db`, torch {about['torch']}, JAX {about['jax']}) under each transform, and "
+            "compares the results with plain PyTorch on the CPU. It uses the samples of the "
+            f"database (for each operator: {counts}), and runs torch.func on the same samples.",
             100,
         ),
         "",
         *textwrap.wrap(
             (
                 "An operator counts as right in a mode if every sample agrees in shape, dtype and "
-                "values. jvp of operators without a forward formula in PyTorch is compared with "
-                "the vjp of the vjp. Random operators are compared in shape and dtype."
+                "values. If PyTorch has no forward formula for an operator, its jvp is compared "
+                "with the vjp of the vjp. For random operators, only shape and dtype are compared."
             )
             + (
-                f" Compiled without XLA's optimizations (`--quick`): {', '.join(quick)}."
+                f" These dtypes were compiled without XLA's optimizations (`--quick`): "
+                f"{', '.join(quick)}."
                 if (quick := about.get("quick"))
                 else ""
             ),
@@ -265,10 +266,10 @@ def dtype_page(coverage: Coverage, dtype: str) -> str:
         f"# Operators in {dtype}",
         "",
         (
-            "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no answer to "
-            "compare with. Second in a pair:"
+            "✓ right, ✗ wrong, ∅ impossible, empty: PyTorch has no result for a "
+            "comparison. The second sign of a"
         ),
-        "torch.func. [Why](../coverage.md)",
+        "pair is that of torch.func. [The reasons](../coverage.md)",
         "",
         "| operator | " + " | ".join(MODES) + " |",
         "| --- |" + " :---: |" * len(MODES),

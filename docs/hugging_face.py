@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -449,23 +450,18 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
     lines = [
         "# Models of transformers",
         "",
-        (
-            f"{sum(row.right for row in rows)} of {len(rows)} architectures of Hugging Face's "
-            "library, small and"
+        *textwrap.wrap(
+            f"Under `torchfunc_jax.jit`, {sum(row.right for row in rows)} of {len(rows)} "
+            "architectures of Hugging Face's library, each as a small random model, have the same "
+            "outputs, and the same gradients of all parameters, as in PyTorch. The numbers are "
+            "differences in units of the error that float32 allows, which is 1e-5 of the largest "
+            "value, or ten times PyTorch's own distance from float64. Outputs and caches are "
+            "instances of the library's own classes. [hugging_face.py](hugging_face.py) writes "
+            "this page.",
+            100,
+            break_long_words=False,
+            break_on_hyphens=False,
         ),
-        (
-            "random, have PyTorch's outputs, and its gradients of all parameters, under "
-            "`torchfunc_jax.jit`. The"
-        ),
-        (
-            "numbers are differences: 1 is what float32 allows, which is 1e-5 of the largest "
-            "value, or ten times"
-        ),
-        (
-            "PyTorch's own distance from float64. Outputs and caches are the library's own "
-            "classes. Written by"
-        ),
-        "[hugging_face.py](hugging_face.py).",
         "",
         "| architecture | kind | parameters | outputs | gradients | first call and backward |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -506,23 +502,18 @@ def section(generations: list[Generation]) -> str:
     lines = [
         GENERATION,
         "",
-        (
-            "[`torchfunc_jax.generate`](decoding.md) decodes in one program. Here it finds 64 "
-            "tokens for a batch of"
+        *textwrap.wrap(
+            "[`torchfunc_jax.generate`](decoding.md) decodes in one program. The table compares it "
+            "with `model.generate`, and with a function of one step that Python calls in a loop, "
+            "with transformers' static cache. That function is compiled by torch.compile, or by "
+            "`jit(next_token, donate=2)`, which from the first call on writes in place into memory "
+            "of XLA's. Each finds the 64 most probable tokens, one after the other, for a batch of "
+            "two, with models of four layers of width 256. Their tokens are compared with those of "
+            "`model.generate`.",
+            100,
+            break_long_words=False,
+            break_on_hyphens=False,
         ),
-        (
-            "two, the most probable ones, by models of four layers of 256, beside "
-            "`model.generate`, and beside a"
-        ),
-        (
-            "step with transformers' static cache that is called in a loop of Python: compiled by "
-            "torch.compile,"
-        ),
-        (
-            "and by `jit(next_token, donate=2)`, which writes in place, into memory of XLA's that "
-            "the cache has from"
-        ),
-        "the first call on. The tokens of each are compared with those of `model.generate`.",
         "",
         (
             "| architecture | model.generate | torch.compile | torchfunc_jax.jit | "

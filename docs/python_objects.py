@@ -36,24 +36,24 @@ PAGE = Path(__file__).with_suffix(".md")
 TEXT = """# What jit does to Python objects
 
 A function may keep a state in a dict, append to a list, or count its calls. Under `jit` its Python
-runs only when a program is made; what it does to Python objects is done at every call all the same.
-[jit.md](jit.md#what-a-function-does-to-python-objects) tells how. This page is a run of
-`python docs/python_objects.py`: {cells} small functions, each called five times with other tensors.
-Their results, and what the objects hold after each call, are compared with PyTorch's, or with
+runs only when a program is made, but its changes of Python objects happen at every call.
+[jit.md](jit.md#what-a-function-does-to-python-objects) says how. `python docs/python_objects.py`
+writes this page: it calls each of {cells} small functions five times with different tensors, and
+compares their results, and the contents of the objects after each call, with PyTorch's, or with
 torch.func's. {verdict}
 
-A row is a kind of object and what is done to it; a column is a way to call. The object is reached
-in {ways} ways:
+A row is a kind of object and a change of it; a column is a way to call the function. The function
+reaches the object in {ways} ways:
 
 {reached}
 
 - **program**: every call but the first ones runs a program.
-- **itself**: after a few programs jit calls the function itself, because what it does depends on
-  what it has changed.
-- **refused**: jit does not take such an argument, which is not hashable, and says so.
-- **as torch.func**: not jitted; Python runs at each call.
+- **itself**: after a few programs jit calls the function itself, because its behaviour depends on
+  the object that it has changed.
+- **refused**: jit raises an error, because such an argument is not hashable.
+- **as torch.func**: there is no jit; Python runs at each call.
 
-| | {columns} |
+| object: change | {columns} |
 | --- | {line} |
 {rows}
 
@@ -136,7 +136,9 @@ def main() -> int:
             columns=" | ".join(WAYS),
             line=" | ".join("---" for _ in WAYS),
             rows=rows,
-            machine=machine(),
+            machine="{cpu}, {cores} cores; torch {torch}, JAX {jax}, Python {python}".format(
+                **machine()
+            ),
         )
         print(rows)
         if not options.kinds:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -126,20 +127,18 @@ def page() -> str:
     lines = [
         "# The names of torch.func and functorch",
         "",
-        (
-            "Every public name, where torch has it, what it is here, and the "
-            "test that compares the two."
-        ),
-        (
-            "Signatures are torch's, checked by "
-            "[test_torch_func_names.py](../tests/docs/test_torch_func_names.py);"
-        ),
-        (
+        *textwrap.wrap(
+            "The table has every public name, its modules in torch, its name here, and the test "
+            "that compares the two. Signatures are torch's; "
+            "[test_torch_func_names.py](../tests/docs/test_torch_func_names.py) checks them. "
             "[test_patched_names.py](../tests/transforms/test_patched_names.py) checks that "
-            "`torchfunc_jax.patch()` puts each name of"
+            "`torchfunc_jax.patch()` replaces each name of `torch.func`, `torch`, `functorch` and "
+            "`functorch.experimental`. [torch_func_names.py](torch_func_names.py) writes this "
+            "page.",
+            100,
+            break_long_words=False,
+            break_on_hyphens=False,
         ),
-        "`torch.func`, `torch`, `functorch` and `functorch.experimental` in place. Written by",
-        "[torch_func_names.py](torch_func_names.py).",
         "",
         "| name | in torch | here | test |",
         "| --- | --- | --- | --- |",

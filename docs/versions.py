@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -455,20 +456,17 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Versions",
         "",
-        (
-            "The tests on the versions of Python, PyTorch and JAX that people have. Each "
-            "combination has an"
+        *textwrap.wrap(
+            "This page has the results of the tests on the supported versions of Python, PyTorch "
+            "and JAX. Each combination runs in a separate environment, with the newest fitting "
+            "release of all other packages. It runs the core of the tests: all tests but the slow "
+            "ones and the sweeps over all operators, which are in [coverage.md](coverage.md). "
+            "`make test-versions` runs the oldest and the newest combination and writes this page; "
+            '`make test-versions ARGS="--only all"` runs all combinations.',
+            100,
+            break_long_words=False,
+            break_on_hyphens=False,
         ),
-        (
-            "environment of its own, with the newest release of everything else that fits. The "
-            "core of the tests"
-        ),
-        "runs: everything except the slow ones and the sweeps over all operators, which are in",
-        (
-            "[coverage.md](coverage.md). Written by `make test-versions`, which runs the oldest "
-            "and the newest"
-        ),
-        'combination; `make test-versions ARGS="--only all"` runs them all.',
         "",
         (
             "| Python | PyTorch | JAX | Flax | NumPy | passed | failed | skipped | installing | "
@@ -483,9 +481,9 @@ def page(rows: list[Row]) -> str:
     ]
     for machine in dict.fromkeys(row.where["machine"] for row in rows):
         where = [str(row.combination) for row in rows if row.where["machine"] == machine]
-        lines += [f"Measured on {machine}: {'; '.join(where)}.", ""]
+        lines += [*textwrap.wrap(f"Measured on {machine}: {'; '.join(where)}.", 100), ""]
     lines += [
-        "`torchfunc-jax doctor` says which of these you have, and lists its known faults.",
+        "`torchfunc-jax doctor` prints the versions that you have, and their known faults.",
         "",
     ]
     if any(not row.right for row in rows):

@@ -451,8 +451,8 @@ _MODULE_HOOKS = Other(
 )
 _SAVED = Other(
     "refused",
-    "What JAX keeps for its derivatives is not what PyTorch would save: "
-    "hooks on it could not be called.",
+    "The values that JAX keeps for its derivatives are not those that PyTorch would save, "
+    "so hooks on these could not be called.",
     match="don't yet support saved tensor hooks",
     ways="functionalize, jit",
 )
@@ -462,8 +462,8 @@ _KEPT = (
 )
 _INFERENCE = Other(
     "works",
-    "Tensors made in inference mode are ordinary ones in JAX, which torch.func cannot "
-    "differentiate.",
+    "Tensors made in inference mode are ordinary tensors in JAX; torch.func cannot "
+    "differentiate them.",
     when="inside",
     tensors="passed",
     ways="grad, jit(grad), jvp",
@@ -530,7 +530,8 @@ state(
     _reads(torch.is_autocast_cache_enabled),
     Other(
         "differs",
-        "Inside of what runs in JAX autocast keeps no copies of weights, and says so.",
+        "While a function runs in JAX, autocast keeps no copies of weights, and "
+        "is_autocast_cache_enabled() is False.",
         when="between",
         ways="functionalize, jit, jit(grad)",
     ),
@@ -589,8 +590,8 @@ _META: dict[str, tuple[Other, ...]] = {
     "meta": (
         Other(
             "refused",
-            "A tensor without data meets one with data: an error in torch.func too; Python's "
-            "operators put their TypeError in the place of ours.",
+            "An operator on a tensor without data and one with data raises an error in torch.func "
+            "too; Python's operators raise their TypeError instead of our error.",
             error=TypeError,
             match="unsupported operand|on device 'meta'",
             ways=_BY_JIT,
@@ -667,8 +668,8 @@ state(
     Other("works", _REQUIRES_GRAD, when="inside", ways="grad, vmap, jvp", tensors="passed"),
     Other(
         "differs",
-        "Whether a captured tensor requires grad is asked before and after the function runs, and "
-        "not in between.",
+        "The library reads requires_grad of a captured tensor before and after the function runs, "
+        "but not in between.",
         when="inside",
         tensors="captured",
         ways="jit",
@@ -711,7 +712,7 @@ def _uninitialized(program: Program, x: torch.Tensor, w: torch.Tensor) -> torch.
 
 _deterministic = _setting(torch.use_deterministic_algorithms, True, False)
 state("deterministic algorithms", _deterministic)
-_WITHOUT = "XLA computes on the CPU what it computes deterministically; no operator is refused."
+_WITHOUT = "XLA for CPUs is deterministic, so no operator is refused."
 state(
     "deterministic algorithms, an operator without", _deterministic, _put, Other("works", _WITHOUT)
 )
@@ -927,7 +928,7 @@ state(
     Program.linear,
     Other(
         "works",
-        "It changes where tensors are kept and no values, and JAX keeps its own.",
+        "It changes where tensors are kept, but no values, and JAX keeps its own tensors.",
         when="around, between",
         ways="jit(grad)",
     ),
@@ -983,8 +984,8 @@ for _name, _mode in {
         *[
             Other(
                 "differs",
-                "What is differentiated is the operator that the mode runs, "
-                "and not the one that was called.",
+                "The derivative is that of the operator that the mode runs, "
+                "and not of the one that was called.",
                 when="inside",
                 ways=_BY_JIT,
             )
@@ -1110,8 +1111,8 @@ for _name, _change in {
         )
     state(f"a layer with {_name}", _swapped, Program.linear, *others, make=_keep(_change))
 _WRAPS = (
-    "It gives the captured weight other memory, or looks at its memory, which inside of what runs "
-    "in JAX it does not have."
+    "The function gives the captured weight other memory, or reads its memory, which the weight "
+    "does not have while a function runs in JAX."
 )
 state("register_parametrization, and removed", _parametrized, Program.linear)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)

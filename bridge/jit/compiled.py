@@ -171,6 +171,15 @@ class Compiled:
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as
         # JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
+        self.draws = program.is_random
+        #: whether nothing is computed, because every output is a view of an input
+        self.idle = (
+            bool(program.shared)
+            and not self.layouts
+            and self.bounds is None
+            and not program.draws
+            and not program.generators
+        )
         self.recorded: dict[Any, Pair] = {}
         if executables is None:
             self.forward: Any = self._jit(forward(self.checked, self.packing))
@@ -326,17 +335,6 @@ class Compiled:
             )
         return ""
 
-    def idle(self) -> bool:
-        """Whether nothing is computed, because every output is a view of an input."""
-        program = self.program
-        return (
-            bool(program.shared)
-            and not self.layouts
-            and self.bounds is None
-            and not program.draws
-            and not program.generators
-        )
-
     def agrees(
         self, other: Compiled, values: Sequence[Any], inputs: list[Any], captured: list[Any]
     ) -> bool:
@@ -404,19 +402,19 @@ class Compiled:
         self, leaves: list[Any], values: list[Any], captured: list[torch.Tensor], grads: bool
     ) -> Any:
         program = self.program
-        if self.idle():
+        if self.idle:
             return self._finish([], leaves, captured)
         if (
             self.torch_out
             and torch.is_grad_enabled()
-            and (grads or any(t.requires_grad for t in captured))
+            and (grads or (captured and any(t.requires_grad for t in captured)))
         ):
             every = self.inputs(leaves, captured)
             active = self._active(every)
             if any(self.pair(active).kinds):
                 return self._recorded(leaves, captured, every, values, active)
         values = tensors.on_one_device(values) if self.mixed else values
-        random = program.random(values)
+        random = program.random(values) if self.draws else None
         donation = None
         if self.donated and self.torch_out:
             donation = Donation(self.inputs(leaves, captured), values, self.donated, self.in_place)

@@ -529,7 +529,7 @@ def section(generations: list[Generation]) -> str:
         ),
         "",
         (
-            f"Tokens per second, the prompt included; fastest call, {here['cpu']}, "
+            f"Tokens per second of the fastest call, with its time for the prompt; {here['cpu']}, "
             f"{here['cores']} cores."
         ),
         "",

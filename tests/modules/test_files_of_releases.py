@@ -60,6 +60,7 @@ def test_an_exported_program(version: str) -> None:
                 member()(x),
                 rtol=1e-5,
                 atol=1e-6,
+                graph=False,
             )
 
 

@@ -324,4 +324,5 @@ def test_our_vmap_of_torchs_backward() -> None:
                 torch.eye(3)
             ),
             torch.diag(x.cos()),
+            graph=False,
         )

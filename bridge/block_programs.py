@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, subjaxprs
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -53,6 +53,11 @@ _CONSTANT = (
     | enum.Enum
     | None
 )
+
+
+#: To call a compiled block takes as long as some ten operations on small arrays: smaller blocks are
+#: faster one by one, and soon compiled.
+_FEWEST_OPERATIONS = 16
 
 
 class Differ(Exception):
@@ -545,12 +550,19 @@ class Loop:
             closed = jax.make_jaxpr(body)(np.int32(0), given, own)
         if not self.asked and (closed.effects or not all(map(is_constant, results[0].meta[1]))):
             raise Differ("a block has effects, or returns an object")
+        if not self.asked and _operations(closed.jaxpr) < _FEWEST_OPERATIONS:
+            raise Differ("a block has few operations")
         draws.draws = max(draws.draws, *after)
         if self.draws is not None:
             self.draws.first = False
         result = results[0]
         result.values = [None] * len(result.values)  # tracers of a trace that has ended
         return _Traced(closed, result, read)
+
+
+def _operations(jaxpr: Jaxpr) -> int:
+    """How many operations a program has, those of programs that it calls included."""
+    return len(jaxpr.eqns) + sum(map(_operations, subjaxprs(jaxpr)))
 
 
 def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -63,14 +63,13 @@ def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple
     """``to_jax``, and a number that stands for the tensor's shape, strides, dtype and device."""
     entry = process.arrays.get(id(t))
     if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
-        _, array, _, seen = entry
-        version, signature, shape = seen
-        if version == t._version:
-            return array, signature
+        seen = entry[3]
+        if seen[0] == t._version:
+            return entry[1], seen[1]
         # resize_ and similar methods change the version and the shape, but not the address
-        if shape == t.shape and t.is_contiguous():
+        if seen[2] == t.shape and t.is_contiguous():
             seen[0] = t._version
-            return array, signature
+            return entry[1], seen[1]
     waited = [] if waited is None else waited
     if _is_plain(t):
         return _shared(t, waited) if t.is_cuda else _in_place(t, t.detach()), _signature(t)

@@ -4,6 +4,7 @@ differ are refused by name.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bridge
+from bridge import block_programs
 from torchfunc_jax import functional_call, grad, jit, jvp, scan_blocks, vmap
 
 DEPTH, WIDTH = 5, 4
@@ -647,6 +649,22 @@ class Times(nn.Module):
 
 # -- by itself -------------------------------------------------------------------------------------
 DEEP = 9
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of these tests are smaller than those that become a loop by themselves."""
+    monkeypatch.setattr(block_programs, "_FEWEST_OPERATIONS", 0)
+
+
+def test_small_blocks_stay_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    large = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    for block, loop in ((nn.Linear(8, 8), False), (large, True)):
+        model = nn.Sequential(*[copy.deepcopy(block) for _ in range(DEEP)]).eval()
+        assert as_loops(model, floats(2, 3, 8).float()) == loop
+
+
 SEEN: list[int] = []
 
 

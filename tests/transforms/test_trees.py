@@ -108,7 +108,7 @@ def test_specs_are_equal_exactly_when_structures_are(a: Any, b: Any) -> None:
     assert first == trees.flatten(copy.deepcopy(a))[1]
     assert hash(first) == hash(trees.flatten(copy.deepcopy(a))[1])
     zeros = lambda t: trees.map_leaves(lambda _: 0, t)
-    same_structure = zeros(a) == zeros(b) and type(a) is type(b)
+    same_structure = zeros(a) == zeros(b) and type(zeros(a)) is type(zeros(b))
     if first == second:
         assert same_structure
 

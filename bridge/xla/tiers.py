@@ -53,7 +53,9 @@ _VECTORIZED, _IN_LOOPS = (300, 1 << 14), 1 << 18
 #: compilation: a third of the second one, which must not hold up short scripts. Who jits a function
 #: means to call it often.
 _WORTH, _WORTH_OF_JITTED = 0.3, 1.0
-_SMALL = 16  # with so many operations at most, a jitted function is compiled well at once
+#: With so many operations at most on more than so many elements, a jitted function is compiled well
+#: at once: what XLA's optimizations cost is vectorized code, of which there is none for the others.
+_SMALL = (16, 128)
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
@@ -158,7 +160,7 @@ class Once:
                         self.name, False, self.stored
                     )
                     if self.executable is not None or (
-                        self.stored and len(traced.jaxpr.eqns) <= _SMALL and calls is None
+                        self.stored and calls is None and _small(traced.jaxpr.jaxpr)
                     ):
                         self.fast = False
                     elif calls is not None:
@@ -333,6 +335,11 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
 def _operations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Every operation, also those inside of others."""
     return [*jaxpr.eqns, *[eqn for inner in subjaxprs(jaxpr) for eqn in _operations(inner)]]
+
+
+def _small(jaxpr: Jaxpr) -> bool:
+    """Whether optimizations cost XLA next to nothing."""
+    return sum(_largest([eqn]) > _SMALL[1] for eqn in _operations(jaxpr)) <= _SMALL[0]
 
 
 def _gains(jaxpr: Jaxpr) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -47,35 +47,47 @@ def name_of(lowered: jax.stages.Lowered, device: jax.Device) -> str | None:
     return hashlib.sha256("|".join(map(str, said)).encode()).hexdigest()
 
 
-def found(name: str | None, fast: bool, stored: bool) -> tuple[jax.stages.Compiled | None, bool]:
-    """The executable of this name, or None, and whether XLA can serialize it: not if it was loaded
-    from a cache folder itself.
+class Kept(NamedTuple):
+    """An executable.
+
+    Attributes:
+        storable: whether XLA can serialize it: not if it was loaded from a cache folder itself.
+        seconds: how long the process that compiled it has needed to.
+    """
+
+    executable: Any
+    storable: bool
+    seconds: float
+
+
+def found(name: str | None, fast: bool, stored: bool) -> Kept | None:
+    """The executable of this name.
 
     fast: compiled without optimization.  stored: look into the cache folder too.
     """
-    kept = None if name is None else process.executables.get((name, fast))
-    if kept is None and name is not None and stored and (path := _path(name, fast)) is not None:
-        executable = _loaded(path)
-        if executable is not None:
-            kept = executable, False
-            process.executables.add((name, fast), kept)
-    return kept or (None, True)
+    if name is None:
+        return None
+    kept = process.executables.get((name, fast))
+    if kept is None and stored and (path := _path(name, fast)) is not None:
+        kept = _loaded(path)
+        if kept is not None:
+            keep(name, fast, kept)
+    return kept
 
 
-def keep(name: str | None, fast: bool, executable: jax.stages.Compiled, storable: bool) -> None:
-    """Keep an executable for other functions of this process that compute the same; storable:
-    whether XLA can serialize it.
-    """
+def keep(name: str | None, fast: bool, kept: Kept) -> None:
+    """Keep an executable for other functions of this process that compute the same."""
     if name is not None:
-        process.executables.add((name, fast), (executable, storable))
+        process.executables.add((name, fast), kept)
 
 
-def store(name: str | None, fast: bool, executable: jax.stages.Compiled) -> None:
+def store(name: str | None, fast: bool, kept: Kept) -> None:
     """Store an executable for the next process."""
     path = None if name is None else _path(name, fast)
     if path is not None and not path.exists():
         with contextlib.suppress(disk.Refused):
-            disk.save(path, {"executable": disk.packed(executable)})
+            packed = disk.packed(kept.executable)
+            disk.save(path, {"executable": packed, "seconds": kept.seconds})
 
 
 def _path(name: str, fast: bool) -> Path | None:
@@ -85,10 +97,12 @@ def _path(name: str, fast: bool) -> Path | None:
     return place[0] / hashlib.sha256(f"{name}|{fast}|{place[1]}".encode()).hexdigest()
 
 
-def _loaded(path: Path) -> jax.stages.Compiled | None:
+def _loaded(path: Path) -> Kept | None:
     try:
         data = disk.load(path)
-        return None if data is None else disk.unpacked(data["executable"])
+        if data is None:
+            return None
+        return Kept(disk.unpacked(data["executable"]), False, data["seconds"])
     except disk.Refused:
         with contextlib.suppress(OSError):
             os.unlink(path)

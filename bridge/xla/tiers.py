@@ -127,7 +127,7 @@ class Once:
             and self._device.platform == "cpu"
             and not torch.are_deterministic_algorithms_enabled()
         )
-        self.took = 0.0  # the seconds of its compilation
+        self.took = 0.0  # the seconds of its compilation, here or where it was found
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
@@ -156,23 +156,21 @@ class Once:
                     else:
                         lowered = traced.lower()
                         self.name = executables.name_of(lowered, self._device)
-                    self.executable, self.storable = executables.found(
-                        self.name, False, self.stored
-                    )
-                    if self.executable is not None or (
+                    kept = executables.found(self.name, False, self.stored)
+                    if kept is not None or (
                         self.stored and calls is None and _small(traced.jaxpr.jaxpr)
                     ):
                         self.fast = False
                     elif calls is not None:
-                        self.executable, self.storable = calls, False
+                        kept = executables.Kept(calls, False, 0.0)
                     elif self.fast:
                         self._again = _lowering(traced, args)
-                        self.executable, self.storable = executables.found(
-                            self.name, True, self.stored
-                        )
-                    if self.executable is None:
-                        self._compile(lowered, traced.jaxpr.jaxpr)
-                self.took = time.perf_counter() - start
+                        kept = executables.found(self.name, True, self.stored)
+                    if kept is None:
+                        kept = self._compile(lowered, traced.jaxpr.jaxpr)
+                self.executable, self.storable = kept.executable, kept.storable
+                # what was found has taken another function, or process, longer
+                self.took = max(time.perf_counter() - start, kept.seconds)
                 if isinstance(self.executable, BlockCalls):
                     self.took *= self.executable.repeated  # what XLA compiles well is each block
                 process.compiler.later(self._stores(), idle=True)
@@ -190,16 +188,18 @@ class Once:
         self._again = lambda: jax.jit(calls.in_one).lower(*avals)
         return calls
 
-    def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> None:
+    def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> executables.Kept:
         """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
-        before = state.from_jax
+        start, before = time.perf_counter(), state.from_jax
         if self._device.platform == "cpu":
             fusions.limited(lowered)
-        self.executable = (
+        executable = (
             _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
         )
-        self.storable = state.from_jax == before
-        executables.keep(self.name, self.fast, self.executable, self.storable)
+        seconds = time.perf_counter() - start
+        kept = executables.Kept(executable, state.from_jax == before, seconds)
+        executables.keep(self.name, self.fast, kept)
+        return kept
 
     def ahead(self, *avals: Any) -> None:
         """Compile it in a thread for arguments of these shapes and dtypes, while the caller does
@@ -230,10 +230,9 @@ class Once:
         )
         if self._again is not None:
             found.name = self.name
-            found.executable, found.storable = executables.found(self.name, False, self.stored)
             with jax.enable_x64(True), compiling.correctly(), self._placed():
-                if found.executable is None:
-                    found._compile(self._again())
+                kept = executables.found(self.name, False, self.stored)
+                found.executable, found.storable, found.took = kept or found._compile(self._again())
             process.compiler.idle.append(found._stores())  # this is its thread
         return found
 
@@ -241,12 +240,13 @@ class Once:
         """A function that stores what has been compiled, and does not keep alive the user's
         function, which this object does.
         """
-        name, fast, executable, changed = self.name, self.fast, self.executable, self._changed
+        name, fast, changed = self.name, self.fast, self._changed
+        kept = executables.Kept(self.executable, self.storable, self.took)
         stored = self.stored and self.storable
 
         def store() -> None:
             if stored:
-                executables.store(name, fast, executable)
+                executables.store(name, fast, kept)
             for found in changed:
                 if (call := found()) is not None:
                     call()

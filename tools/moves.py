@@ -2,7 +2,7 @@
 Python calls.
 
     python tools/moves.py            a table: un-jitted and jitted, first call and again
-    python tools/moves.py --trace    and each call of the un-jitted one that comes again, in order
+    python tools/moves.py --trace    and each call of those that come again, in order
 
 The call is ``vmap(grad(loss), (None, 0, 0))(params, x, y)`` with a loss of five operators, in a
 process that has called another transform, which imports what is imported when it is needed. What
@@ -80,7 +80,7 @@ def main() -> None:
             found = moves_of(lambda fn=fn: fn(params, x, y))
             if turn != "second":
                 print(f"{name + ', ' + turn:20}{found.files:8}{found.moves:8}{len(found.calls):8}")
-        if name == "un-jitted" and "--trace" in sys.argv:
+        if "--trace" in sys.argv:
             print(
                 *[
                     f"{'  ->' if moved else '    '} {file}:{function}"

@@ -811,7 +811,8 @@ def float32_precision() -> Any:
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
-_GLOBAL_HOOKS = [
+#: Those that ``register_module_forward_hook`` and similar functions have added, by kind.
+GLOBAL_HOOKS = [
     _named(f"torch.nn.modules.module._global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]
@@ -821,9 +822,9 @@ def global_module_hooks() -> tuple[Any, ...] | None:
     """The ids of the hooks that ``register_module_forward_hook`` and similar functions have added;
     None if there are none.
     """
-    forward, before, backward, before_backward = _GLOBAL_HOOKS
+    forward, before, backward, before_backward = GLOBAL_HOOKS
     return (
-        tuple(map(tuple, _GLOBAL_HOOKS))
+        tuple(map(tuple, GLOBAL_HOOKS))
         if forward or before or backward or before_backward
         else None
     )
@@ -831,7 +832,7 @@ def global_module_hooks() -> tuple[Any, ...] | None:
 
 def functions_of_global_hooks() -> list[Callable[..., Any]]:
     """The functions of the global module hooks, which may read captured tensors."""
-    return [hook for hooks in _GLOBAL_HOOKS for hook in hooks.values()]
+    return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values()]
 
 
 def default_device_of(mode: TorchFunctionMode) -> torch.device | None:

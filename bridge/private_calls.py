@@ -234,13 +234,39 @@ def original(name: str) -> Callable[..., Any]:
     return IN_TRACES[name] if outside_of_traces(name) else _redirects(_imported())[name][1]
 
 
-def intercept(apply: Callable[..., Any] | None, scripts: Callable[..., Any] | None) -> None:
-    """Redirect torch's functions and set the handlers of ``answer_apply`` and ``answer_scripts``;
-    with None, undo all of it.
+class _Interception:
+    """While any thread has entered this, PyTorch's functions are redirected to ours, and Functions
+    and TorchScript call the handlers, which look whether their thread has a trace open.
+
+    Attributes:
+        apply, scripts: the handlers of ``answer_apply`` and ``answer_scripts``, which
+            intercepted/autograd_function.py puts here.
     """
-    redirect(apply is not None)
-    answer_apply(apply)
-    answer_scripts(scripts)
+
+    apply: Callable[..., Any]
+    scripts: Callable[..., Any]
+
+    def __init__(self) -> None:
+        self._lock, self._entered = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._entered == 0:
+                redirect(True)
+                answer_apply(self.apply)
+                answer_scripts(self.scripts)
+            self._entered += 1  # last: if one of these raises, the next trace tries again
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0:
+                redirect(False)
+                answer_apply(None)
+                answer_scripts(None)
+
+
+intercepted = _Interception()
 
 
 def redirect(on: bool) -> None:

@@ -22,7 +22,7 @@ from bridge.lowering.common import varying
 from bridge.record import transforms
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import aval_of, fresh
+from bridge.record.tensor import avals_of, fresh
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import push
 from bridge.transform_kinds import GRAD, VJP, Kind
@@ -152,8 +152,8 @@ class Differentiated:
         """
         wanted = frozenset() if kind.forward else frozenset(self.active)
         avals = [
-            aval_of(x).with_grad(k in wanted)
-            for k, x in enumerate([x for x in self.leaves if isinstance(x, torch.Tensor)])
+            a.with_grad(k in wanted)
+            for k, a in enumerate(avals_of([x for x in self.leaves if isinstance(x, torch.Tensor)]))
         ]
         return transforms.entered(
             recorder, self.func, kind, params, self.leaves, self.spec, avals, more, finish
@@ -259,7 +259,6 @@ def gradients_and_value(
     api: str = "grad_and_value(f)(*args)",
 ) -> tuple[Any, Any]:
     """The gradients and the value; api: how errors name the call."""
-    _args.check(argnums)
     finish = functools.partial(_scalar, has_aux=has_aux, api=api)
     leaves, spec = trees.flatten((args, kwargs))
 

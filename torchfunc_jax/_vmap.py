@@ -16,14 +16,22 @@ from jax import lax
 from bridge import private
 from bridge.boundary import handing_over
 from bridge.boundary.calls import Call, apply
-from bridge.boundary.results import ARRAYS, Output, Result, of_leaves, put_together
+from bridge.boundary.results import (
+    ARRAYS,
+    Output,
+    Result,
+    of_leaves,
+    put_together,
+    split_arrays,
+    without_twins,
+)
 from bridge.convert import trees
 from bridge.errors import NotInLoopError
 from bridge.private_jax import mapping, same_trace, trace_of
 from bridge.record import transforms
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import aval_of
+from bridge.record.tensor import avals_of
 from bridge.trace.aliasing import Inner, View, expanded
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane, source
@@ -393,23 +401,22 @@ def _map(
     size: int,
 ) -> Any:
     finish = functools.partial(_check_outputs, out_dims=out_dims, func=func)
-    call = Call.each_once(leaves, spec, dims)
-    arrays = call.arrays
-    in_axes = [dims[i] for i in call.where]
+    leaves = without_twins(leaves, dims)
+    where = split_arrays(leaves)
+    arrays, in_axes = [leaves[i] for i in where], [dims[i] for i in where]
 
     def record(recorder: Recorder) -> Any:
         depth = recorder.mapped()
         avals = [
             a if d is None else a.lane(d, depth)
-            for a, d in zip(map(aval_of, arrays), in_axes, strict=True)
+            for a, d in zip(avals_of(arrays), in_axes, strict=True)
         ]
         params = (tuple(in_axes), randomness)
         tensors, (meta, out_axes) = transforms.entered(
-            recorder, func, VMAP, params, call.leaves, call.spec, avals, (), finish
+            recorder, func, VMAP, params, leaves, spec, avals, (), finish
         )
         avals, placed = [], []
-        for t, d in zip(tensors, out_axes, strict=True):
-            a = aval_of(t)
+        for t, a, d in zip(tensors, avals_of(tensors), out_axes, strict=True):
             if d is None and (a.outside(depth) is not a or private.is_mapped(t)):
                 raise _mapped_output(name_of(func))
             d = d if d is None or d >= 0 else d + len(a.shape) + 1
@@ -417,10 +424,10 @@ def _map(
             avals.append(a.outside(depth) if d is None else a.whole(d, size, depth))
         return recorder.end(tuple(placed), tensors, avals), lambda outs: put_together(outs, meta)
 
-    done = transforms.transform(func, call.leaves, record)
+    done = transforms.transform(func, leaves, record)
     if done is not transforms.NOT_RECORDED:
         return done
-    traceable = call.traceable(func)
+    traceable = Call(leaves, spec, where).traceable(func)
     traceable.as_given(arrays)
     traceable.geometries = [g.lane(d) for g, d in zip(traceable.geometries, in_axes, strict=True)]
     traceable.sources = [x if d is None else None for x, d in zip(arrays, in_axes, strict=True)]

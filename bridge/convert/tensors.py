@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,11 @@ def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple
     # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
     with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
         return _cross(t, waited), _signature(t)
+
+
+def crossed(given: Iterable[torch.Tensor], waited: list[torch.device]) -> list[jax.Array]:
+    """``to_jax`` of each of these tensors."""
+    return [crossing(t, waited)[0] for t in given]
 
 
 def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:

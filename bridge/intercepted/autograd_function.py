@@ -10,8 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,12 +40,13 @@ from bridge.lowering.common import varying
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
-from bridge.process import having, process
+from bridge.private_calls import intercepted
+from bridge.process import having
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
 from bridge.trace.random_keys import Place, SeededInside
 from bridge.trace.storage import OutsideOfView
-from bridge.trace.tracing import HANDED_IN, Traced, assign, dispatch, over, plan_of, value_of, wrap
+from bridge.trace.tracing import Traced, assign, dispatch, over, plan_of, value_of, wrap
 from bridge.transform_kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
 
 Function = torch.autograd.Function
@@ -54,25 +54,6 @@ SymbolicZero: Any = jax.custom_derivatives.SymbolicZero
 # with more operands, a traced derivative gets zeros in the place of None, because each way to leave
 # some out is traced
 _NONE_AMONG = 3
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def intercepted() -> Iterator[None]:
-    """While any thread has entered this, Functions, TorchScript, checkpoint and control flow look
-    whether their thread has a trace open.
-    """
-    with _lock:
-        if process.open_traces == 0:
-            private_calls.intercept(forward_in_trace, torch_script.called)
-        process.open_traces += 1  # last: if one of these raises, the next trace tries again
-    try:
-        yield
-    finally:
-        with _lock:
-            process.open_traces -= 1
-            if process.open_traces == 0:
-                private_calls.intercept(None, None)
 
 
 def forward_in_trace(
@@ -775,4 +756,4 @@ def _refused_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
     return (primals[0], tangents[0]) if constant else _refused()
 
 
-HANDED_IN["intercepted"] = intercepted
+intercepted.apply, intercepted.scripts = forward_in_trace, torch_script.called

@@ -20,6 +20,7 @@ from bridge import private, private_calls
 from bridge.boundary.results import conj
 from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
+from bridge.private_calls import intercepted
 from bridge.process import having
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
@@ -296,12 +297,7 @@ def _late() -> Iterator[Level]:
     if state.late is None:
         state.late = Level(PLAIN, None)
     level = state.late
-    with (
-        having(state, level=level),
-        jax.enable_x64(True),
-        HANDED_IN["intercepted"](),
-        traced_python(),
-    ):
+    with having(state, level=level), jax.enable_x64(True), intercepted, traced_python():
         yield level
     if level.captured:
         t = next(iter(level.captured.values()))[0]

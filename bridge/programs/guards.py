@@ -19,9 +19,10 @@ import torch
 
 from bridge import private
 from bridge.cache_keys import identical
+from bridge.process import process
 from bridge.programs import closure_scan
 from bridge.programs.places import Entry, GradOf, Place, Slots
-from bridge.trace.attention_scores import at_once
+from bridge.trace.levels import state
 from bridge.trace.python_numbers import is_input
 
 #: The names of the entries of ``ambient``.
@@ -55,6 +56,7 @@ def ambient() -> tuple[Any, ...]:
         False
     """
     recording = torch.is_grad_enabled()
+    scores = state.attention_scores or process.attention_scores
     unchanged, precision, entered, known = _usual[recording]
     if (
         unchanged()
@@ -63,9 +65,9 @@ def ambient() -> tuple[Any, ...]:
         and not torch.is_inference_mode_enabled()
         and not torch.is_anomaly_enabled()
         and not private.function_modes()
-        and private.global_module_hooks() is None
+        and not any(private.GLOBAL_HOOKS)
         and private.saved_tensor_hooks() is None
-        and at_once() == known[-1]
+        and scores == known[-1]
     ):
         return known
     found = (
@@ -79,7 +81,7 @@ def ambient() -> tuple[Any, ...]:
         _modes() if private.function_modes() else None,
         private.global_module_hooks(),
         private.saved_tensor_hooks() is not None,
-        at_once(),
+        scores,
     )
     if found[3:5] == (False, False) and found[6:9] == (None, None, False):
         _usual[recording] = (

@@ -22,7 +22,7 @@ from bridge.intercepted.checkpointing import rematerialized
 from bridge.process import having
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
-from bridge.record.tensor import aval_of
+from bridge.record.tensor import avals_of
 from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, transform
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.tracing import node_of
@@ -121,9 +121,7 @@ class _Call:
         given = _meta(self.args, trees.joined(*[trees.LEAF] * len(self.args)))
         first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
         with torch.set_grad_enabled(self.recording):  # the grad mode around the call
-            arguments = recorder.begin(
-                FUNCTION, (self.cls, given), operands, list(map(aval_of, operands))
-            )
+            arguments = recorder.begin(FUNCTION, (self.cls, given), operands, avals_of(operands))
         filled = put_together(arguments, given.value)
         ctx = self.ctx
 
@@ -166,7 +164,7 @@ class _Call:
             needs = self.recording and any(t.requires_grad for t in operands)
             avals = [
                 a.like(a.shape, needs and not c)
-                for a, c in zip(map(aval_of, tensors), constant, strict=True)
+                for a, c in zip(avals_of(tensors), constant, strict=True)
             ]
             outs = _meta(leaves, spec)
             asked = ctx.needs_input_grad if ctx.asked() else None
@@ -256,10 +254,10 @@ def called(
     leaves, spec = trees.flatten((args, kwargs))
 
     def record(recorder: Recorder) -> Recording:
-        avals = list(map(aval_of, _tensors(leaves)))
+        avals = avals_of(_tensors(leaves))
         tensors, meta = entered(recorder, function, kind, (), leaves, spec, avals, (), take_apart)
         ended = recorder.end(
-            (), tensors, [a.like(a.shape, a.requires_grad) for a in map(aval_of, tensors)]
+            (), tensors, [a.like(a.shape, a.requires_grad) for a in avals_of(tensors)]
         )
         return ended, lambda outs: put_together(outs, meta)
 

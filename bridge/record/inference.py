@@ -22,7 +22,7 @@ from bridge.convert.strides import span
 from bridge.errors import DataDependentError
 from bridge.intercepted.library_operators import of_library
 from bridge.record.entries import Number, Op, Out, Ref, filled, functions_of
-from bridge.record.tensor import Aval, aval, aval_of, lane_of
+from bridge.record.tensor import Aval, aval, avals_of, lane_of
 from bridge.trace import tracing
 from bridge.trace.levels import Unrecordable, push
 from bridge.trace.random_keys import Watch
@@ -145,7 +145,7 @@ def entry(
         return Number(next(counted), type(x)) if func in WITH_NUMBERS.get(type(x), ()) else x
 
     args, kwargs = mapped(place, (args, kwargs))
-    avals = [aval_of(t) for t in tensors]
+    avals = avals_of(tensors)
     if func not in _WRONG_ON_META:
         try:
             op = _of_steps(func, args, avals) if func in _STEPWISE else None

@@ -14,8 +14,8 @@ import torch
 
 from bridge import private
 from bridge.process import process
-from bridge.record.parts import referred_to
 from bridge.record.recorder import Recorder
+from bridge.record.tensor import referred_to
 from bridge.trace.tracing import Traced, settled
 
 _LIMIT = 1024  # records whose kept tensors are remembered

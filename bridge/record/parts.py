@@ -1,34 +1,18 @@
-"""Parts of a record: what some of its values are computed from, and which of its tensors the
-function still refers to.
+"""Parts of a record: what some of its values are computed from, and the values that Python has
+asked for.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bridge.record.entries import Begin, End, Input, Op, Pull, interned
+from bridge.record.tensor import referred_to
 from bridge.trace.torch_random import by_torch
 from bridge.transform_kinds import FUNCTION, Kind
-
-
-def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:
-    """Whether something besides these lists refers to each of these tensors, from this place in one
-    of the lists on.
-    """
-    return [n > _OWN + lists for n in _references(tensors, start)]
-
-
-def _references(objects: list[Any], start: int) -> list[int]:
-    """How many references each object has, with those of the list and of this function."""
-    return [sys.getrefcount(objects[k]) for k in range(start, len(objects))]
-
-
-# of an object that nobody keeps, without that of the list; Python's versions differ
-_OWN = _references([object()], 0)[0] - 1
 
 
 class Known:

@@ -412,7 +412,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     if recorder.lasting and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
     waited: list[torch.device] = []
-    inputs = [] if compiled.idle else [tensors.crossing(t, waited)[0] for t in given]
+    inputs = [] if compiled.idle else tensors.crossed(given, waited)
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     captured, arrays = (compiled.captured() if compiled.program.places else None) or ([], [])
     try:

@@ -108,6 +108,7 @@ _autocast, _forward_mode, _saved_hooks = (
 )
 _innermost_of_torch = private.innermost_level
 _dispatch_modes, _function_modes = private.count_of_dispatch_modes, private.function_modes
+_enter_mode, _leave_mode = private.enter_function_mode, private.leave_function_mode
 _make, _forbid_reading = private.make_wrapper, private.forbid_reading
 _OF_PYTORCH = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Types of arguments in which there is no tensor or device, which might be meta.
@@ -204,7 +205,7 @@ class Recorder(TorchFunctionMode):
             finally:
                 self.above = private.leave_function_modes(len(modes))[wanted:]
             return
-        private.enter_function_modes([self, *above])
+        self._enter(above)
         try:
             yield
         finally:
@@ -221,13 +222,19 @@ class Recorder(TorchFunctionMode):
         finally:
             if entered:
                 above, self.above = self.above, []
-                private.enter_function_modes([self, *above])
+                self._enter(above)
+
+    def _enter(self, above: Sequence[TorchFunctionMode]) -> None:
+        """Enter this mode, and above it these."""
+        _enter_mode(self)
+        for mode in above:
+            _enter_mode(mode)
 
     def _leave(self) -> bool:
         """Leave this mode and the user's above it, if it is entered; tells whether it was."""
         above: list[TorchFunctionMode] = []
-        for _ in range(private.function_modes()):
-            mode = private.leave_function_mode()
+        for _ in range(_function_modes()):
+            mode = _leave_mode()
             if mode is self:
                 self.above = above[::-1]
                 return True
@@ -696,11 +703,6 @@ class Recorder(TorchFunctionMode):
             else list(self.computed(self, refs)[0])
         )
 
-    @property
-    def shows_many(self) -> bool:
-        """Whether PyTorch is quicker, because it computes each tensor that is shown once."""
-        return self.shows > _SHOWN
-
     def computed(
         self, part: Recorder, refs: list[int], start: torch.Tensor | None = None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None]:
@@ -739,6 +741,8 @@ class Recorder(TorchFunctionMode):
         entered.
         """
         self.shows += 1
+        if self.shows > _SHOWN:  # PyTorch is quicker, because it computes each of them once
+            self.refused = Unrecordable("many tensors that are shown")
         self.replayed += len(self.trace)
         if self.replayed > _REPLAYED:
             raise Unrecordable("many tensors that are shown")

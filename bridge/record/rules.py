@@ -16,7 +16,7 @@ from bridge import private
 from bridge.convert.arguments import mapped, tensors_in, with_values
 from bridge.convert.strides import contiguous
 from bridge.record.entries import Out, functions_of
-from bridge.record.tensor import Recorded, aval, aval_of
+from bridge.record.tensor import Recorded, aval, aval_of, avals_of
 from bridge.trace.levels import Unrecordable
 from bridge.trace.tracing import exchanged, refuse_format
 from bridge.transform_kinds import JVP
@@ -221,7 +221,7 @@ def _gradients(
         raise Unrecordable("torch.autograd.grad with is_grads_batched or GradientEdges")
     if not all(type(t) is Recorded for t in outs):
         raise Unrecordable("torch.autograd.grad of a graph from outside")
-    avals = list(map(aval_of, given))
+    avals = avals_of(given)
     n = len(outs)
     if any(size for a in avals for _, size, _ in a.lanes) or not all(
         a.requires_grad for a in avals[: n + len(wanted)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -145,6 +146,11 @@ def aval_of(t: torch.Tensor) -> Aval:
     return aval(shape, strides, 0, t.dtype, t.device, t.requires_grad, ())
 
 
+def avals_of(tensors: Iterable[torch.Tensor]) -> list[Aval]:
+    """The aval of each of these tensors."""
+    return [aval_of(t) for t in tensors]
+
+
 def fresh(given: Iterable[torch.Tensor]) -> list[Aval]:
     """The avals of contiguous tensors with the same shapes, dtypes and devices that do not require
     grad.
@@ -190,3 +196,19 @@ class Recorded(torch.Tensor):
 
 
 trees.ATOMS.add(Recorded)
+
+
+def referred_to(tensors: list[Any], start: int = 0, lists: int = 1) -> list[bool]:
+    """Whether something besides these lists refers to each of these tensors, from this place in one
+    of the lists on.
+    """
+    return [n > _OWN + lists for n in _references(tensors, start)]
+
+
+def _references(objects: list[Any], start: int) -> list[int]:
+    """How many references each object has, with those of the list and of this function."""
+    return [sys.getrefcount(objects[k]) for k in range(start, len(objects))]
+
+
+# of an object that nobody keeps, without that of the list; Python's versions differ
+_OWN = _references([object()], 0)[0] - 1

@@ -21,7 +21,7 @@ from bridge.boundary import autograd, handing_over
 from bridge.boundary.results import with_twins
 from bridge.convert import tensors, trees
 from bridge.errors import NeedsTorch, advice, escaped, public
-from bridge.intercepted import autograd_function as intercepted
+from bridge.private_calls import intercepted
 from bridge.process import having, process
 from bridge.record import replay
 from bridge.record.in_torch import InTorch, Pull
@@ -141,7 +141,7 @@ def _outermost(
             recorder = Recorder(run, recorder.default_device, recorder.above)
         recorder.in_torch = InTorch()
         try:
-            with intercepted.intercepted():
+            with intercepted:
                 outs, build = record(recorder)
                 return build(outs)
         except Unrecordable as found:  # a tensor that only torch.func itself takes
@@ -180,7 +180,7 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
     """
     state.recorder = recorder
     try:
-        with intercepted.intercepted(), recorder.drawing():
+        with intercepted, recorder.drawing():
             outs, build = record(recorder)
         if recorder.in_torch is not None:
             return build(outs)
@@ -199,11 +199,10 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
         except replay.OnlyInside as error:
             kept.without(error.refs)
             found = _run(recorder, [*refs, *kept.refs])
-        kept.fill_in(recorder, found[len(refs) :])
+        if kept.refs:
+            kept.fill_in(recorder, found[len(refs) :])
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)
-        if recorder.shows_many:
-            recorder.refused = Unrecordable("many tensors that are shown")
         if recorder.lasting:
             recorder.inputs = inputs
         return build(found[: len(refs)])
@@ -318,13 +317,12 @@ def entered(
             spec,
             with_twins([next(arguments) if isinstance(x, torch.Tensor) else x for x in leaves]),
         )
-        with contextlib.ExitStack() as stack:
-            if kind.reverse:
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(saved_tensor_hooks.without_hooks())
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-    return inside(recorder, call, finish)
+    if not kind.reverse:
+        return inside(recorder, call, finish)
+    with torch.enable_grad(), saved_tensor_hooks.without_hooks():
+        return inside(recorder, call, finish)
 
 
 def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], Any]) -> Any:

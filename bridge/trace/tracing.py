@@ -31,6 +31,7 @@ from bridge.errors import (
     escaped,
 )
 from bridge.lowering.registry import of_this_torch
+from bridge.private_calls import intercepted
 from bridge.process import process
 from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
@@ -161,10 +162,9 @@ class Traced(torch.Tensor):
         )
 
 
-#: Functions of files that import this one: "plan" makes an operator's plan, "intercepted" is
-#: entered while a trace is open, "graph_node" gives a tensor's grad_fn, "library_operator" makes
-#: the plan of an operator that PyTorch runs. The file that defines such a function puts it here
-#: when it is imported.
+#: Functions of files that import this one: "plan" makes an operator's plan, "graph_node"
+#: gives a tensor's grad_fn, "library_operator" makes the plan of an operator that PyTorch runs. The
+#: file that defines such a function puts it here when it is imported.
 HANDED_IN: dict[str, Callable[..., Any]] = {}
 #: Rules that run instead of PyTorch's own code for a public function;
 #: bridge/intercepted/torch_functions.py fills the table.
@@ -754,7 +754,7 @@ def root() -> Iterator[Level]:
         push(ROOT) as level,
         jax.enable_x64(True),
         compiling.correctly(),
-        HANDED_IN["intercepted"](),
+        intercepted,
         _without_cast_weights(),
         saved_tensor_hooks.hidden_from_pytorch(),
         _Mode(),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bridge import private, private_meta
+from bridge.process import process
 
 
 # A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it
@@ -234,7 +235,7 @@ def original(name: str) -> Callable[..., Any]:
     return IN_TRACES[name] if outside_of_traces(name) else _redirects(_imported())[name][1]
 
 
-class _Interception:
+class _Intercepted:
     """While any thread has entered this, PyTorch's functions are redirected to ours, and Functions
     and TorchScript call the handlers, which look whether their thread has a trace open.
 
@@ -246,27 +247,24 @@ class _Interception:
     apply: Callable[..., Any]
     scripts: Callable[..., Any]
 
-    def __init__(self) -> None:
-        self._lock, self._entered = threading.Lock(), 0
-
     def __enter__(self) -> None:
-        with self._lock:
-            if self._entered == 0:
+        with _lock:
+            if process.open_traces == 0:
                 redirect(True)
                 answer_apply(self.apply)
                 answer_scripts(self.scripts)
-            self._entered += 1  # last: if one of these raises, the next trace tries again
+            process.open_traces += 1  # last: if one of these raises, the next trace tries again
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._entered -= 1
-            if self._entered == 0:
+        with _lock:
+            process.open_traces -= 1
+            if process.open_traces == 0:
                 redirect(False)
                 answer_apply(None)
                 answer_scripts(None)
 
 
-intercepted = _Interception()
+_lock, intercepted = threading.Lock(), _Intercepted()
 
 
 def redirect(on: bool) -> None:

@@ -80,6 +80,7 @@ class Process:
     signatures: dict[Any, int] = field(default_factory=dict)
     # one object for each structure of arguments
     treedefs: dict[Any, Any] = field(default_factory=dict)
+    open_traces: int = 0  # how many traces need PyTorch's functions to be intercepted
     # how many forwards of a DistributedDataParallel are being traced, by its id
     distributed: dict[int, int] = field(default_factory=dict)
     # whether an operator without a lowering has been met, which PyTorch runs

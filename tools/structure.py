@@ -48,6 +48,7 @@ OPTIONAL = {
     "functorch": "not in every version of PyTorch",
     "orbax": "an extra, torchfunc-jax[checkpoints]; importing it takes seconds",
     "safetensors": "an extra, torchfunc-jax[checkpoints]",
+    "scipy": "importing it takes a tenth of a second, and only two operators need it",
     "bridge.private -> a computed name": "functions of PyTorch's that not every version has",
     "bridge.private_meta -> a computed name": (
         "it is there to spare an import of sympy, which takes half a second"

@@ -1,5 +1,9 @@
 """torch.func on JAX: the same names, the same signatures, compiled by XLA."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from torchfunc_jax import _own_bridge  # noqa: F401  before anything is imported from bridge
 
 # isort: split
@@ -14,7 +18,6 @@ from bridge.record.programs import cold
 from bridge.trace.attention_scores import attention_scores
 from bridge.trace.torch_random import random_numbers
 from bridge.version import __version__ as __version__  # for type checkers, a name of ours
-from torchfunc_jax import testing
 from torchfunc_jax._calculus import hvp, jacobian_diagonal, jet, laplacian
 from torchfunc_jax.apis import (
     chunk_vmap,
@@ -48,7 +51,18 @@ from torchfunc_jax.make_functional import (
 )
 from torchfunc_jax.patching import OURS, patch
 
+if TYPE_CHECKING:
+    from torchfunc_jax import testing
+
 rearrange = torch_rearrange()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``torchfunc_jax.testing``, which imports Flax, when it is first asked for."""
+    if name == "testing":
+        return importlib.import_module("torchfunc_jax.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FunctionalModule",
@@ -93,4 +107,4 @@ __all__ = [
     "vmap",
 ]
 
-vars(OURS).update({name: globals()[name] for name in __all__})
+vars(OURS).update({name: globals()[name] for name in __all__ if name != "testing"})

@@ -253,10 +253,13 @@ def _check_inputs(
     """(the flattened arguments, the mapped dimension of each, their spec, the mapped size); keyword
     arguments are never mapped.
     """
-    where = f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): "
+
+    def refused(reason: str) -> ValueError:
+        return ValueError(f"vmap({name_of(func)}, in_dims={in_dims}, ...)(<inputs>): {reason}")
+
     if not isinstance(in_dims, int | tuple):
-        raise ValueError(
-            f"{where}expected `in_dims` to be int or a (potentially nested) tuple matching the "
+        raise refused(
+            f"expected `in_dims` to be int or a (potentially nested) tuple matching the "
             f"structure of inputs, got: {type(in_dims)}. For example in_dims=(0, None): map over "
             "dimension 0 of the first input, and give all lanes the whole second one."
         )
@@ -269,8 +272,8 @@ def _check_inputs(
     positional, named = spec.children
     dims = trees.broadcast(in_dims, positional)
     if dims is None:
-        raise ValueError(
-            f"{where}in_dims is not compatible with the structure of `inputs`. in_dims has "
+        raise refused(
+            f"in_dims is not compatible with the structure of `inputs`. in_dims has "
             f"structure {trees.flatten(in_dims)[1]} but inputs has structure {positional}. Give "
             "one of int, None or a tree of them for each input."
         )
@@ -280,25 +283,29 @@ def _check_inputs(
         if dim is None:
             continue
         if not isinstance(dim, int):
-            raise ValueError(
-                f"{where}Got in_dim={dim} for an input but in_dim must be either an integer "
-                "dimension or None."
+            raise refused(
+                f"Got in_dim={dim} for an input but in_dim must be either an integer dimension or "
+                "None."
             )
         if not isinstance(x, ARRAYS):
             numbers = isinstance(x, np.ndarray | np.number | float | int)
-            raise ValueError(
-                f"{where}Got in_dim={dim} for an input but the input is of type {type(x)}. We "
+            raise refused(
+                f"Got in_dim={dim} for an input but the input is of type {type(x)}. We "
                 "cannot vmap over non-Tensor arguments, please use None as the respective "
                 f"in_dim{', or torch.as_tensor to make a tensor of it' if numbers else ''}"
             )
         if isinstance(dim, bool):
             raise TypeError(
-                f"{where}Got in_dim={dim} for an input, but argument 'dim' must be int, not bool."
+                str(
+                    refused(
+                        f"Got in_dim={dim} for an input, but argument 'dim' must be int, not bool."
+                    )
+                )
             )
         if not -x.ndim <= dim < x.ndim:
-            raise ValueError(
+            raise refused(
                 (
-                    f"{where}Got in_dim={dim} for some input, but that input is a Tensor of "
+                    f"Got in_dim={dim} for some input, but that input is a Tensor of "
                     f"dimensionality {x.ndim} so expected in_dim to satisfy -{x.ndim} <= in_dim < "
                     f"{x.ndim}."
                 )

@@ -23,6 +23,15 @@ class Ref:
     k: int
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class Value:
+    """A value of a record that no function gets as a tensor: a result of the outermost transform,
+    by its number.
+    """
+
+    ref: int
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Number:
     """The place of a Python number, a float or an int, that is an input of the program."""

@@ -66,6 +66,14 @@ class _Program:
     guards: Sequence[guards.Guards] = ()
     path: Path | None = None
 
+    @functools.cached_property
+    def without_numbers(self) -> tuple[Any, ...] | None:
+        """The program's inputs for numbers, if it takes none of them: zeros."""
+        if any(self.numbers.slots.values()):
+            return None
+        with jax.enable_x64(True):
+            return tuple(map(jax.device_put, self.numbers.evaluated(())))
+
     def save(self) -> None:
         """Store the executables for the next process."""
         c = self.compiled
@@ -392,7 +400,7 @@ def checked_cold(by: str) -> str:
 
 def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torch.Tensor]:
     compiled = program.compiled
-    extra = program.numbers.evaluated(recorder.numbers)
+    extra = program.without_numbers or program.numbers.evaluated(recorder.numbers)
     given = recorder.inputs
     if recorder.copied and (
         compiled.program.written or any(isinstance(of, int) for _, of, _ in compiled.program.shared)
@@ -416,7 +424,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     captured, arrays = (compiled.captured() if compiled.program.places else None) or ([], [])
     try:
-        with torch.set_grad_enabled(final and torch.is_grad_enabled()):
+        with contextlib.nullcontext() if final else torch.no_grad():
             return compiled.call([*given, *extra], [*inputs, *extra, *arrays], captured, grads)
     except (IndexError, RuntimeError, ValueError) as error:
         raise at_this_line(error) from None

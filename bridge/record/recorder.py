@@ -30,7 +30,7 @@ from bridge.intercepted.library_operators import LibraryOperators, called_in_tor
 from bridge.operators.sparse import FUNCTIONS as OF_SPARSE
 from bridge.process import having, process
 from bridge.programs.guards import autocast
-from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, interned
+from bridge.record.entries import Begin, End, Input, Left, Op, Out, Pull, Ref, Value, interned
 from bridge.record.in_torch import InTorch
 from bridge.record.inference import WITH_NUMBERS, ByValue, entry
 from bridge.record.parts import Known, part_of
@@ -806,9 +806,7 @@ class Recorder(TorchFunctionMode):
             itertools.chain(operands, *[refs for _, refs in entries])
         ) or True in [type(what) is Input and what.aval.requires_grad for what, _ in entries]
 
-    def pull(
-        self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]
-    ) -> list[Recorded]:
+    def pull(self, node: int, operands: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[Any]:
         """Call the function that vjp or linearize has returned (see ``Pull``);
         returns its results.
         """
@@ -817,9 +815,13 @@ class Recorder(TorchFunctionMode):
             avals = [a.with_grad(inexact_dtype(a.dtype)) for a in avals]
         return self._noted(interned(Pull, node, len(avals)), refs, avals)
 
-    def _noted(self, what: Any, refs: Sequence[int], avals: Sequence[Aval]) -> list[Recorded]:
+    def _noted(self, what: Any, refs: Sequence[int], avals: Sequence[Aval]) -> list[Any]:
         self.trace.append((what, tuple(refs)))
-        return [self.made(a) for a in avals]
+        if self.level is not None:
+            return [self.made(a) for a in avals]
+        first, self.count = self.count, self.count + len(avals)
+        self.with_grad.update([first + k for k, a in enumerate(avals) if a.requires_grad])
+        return [Value(number) for number in range(first, self.count)]
 
     def repeat(self, other: Recorder) -> list[int]:
         """Write down the entries of another record again; returns the numbers here of its values,

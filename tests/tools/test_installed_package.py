@@ -69,3 +69,23 @@ def test_files_that_tell_of_a_version_tell_of_this_one() -> None:
         (ROOT / "docs" / "changelog.md").read_text(),
         re.MULTILINE,
     )
+
+
+def test_the_import_loads_what_calls_need_and_no_more() -> None:
+    """Flax, SciPy and torch's compiler together take longer to import than the library does."""
+    program = """
+import sys, torch, jax, jax.numpy
+before = set(sys.modules)
+import torchfunc_jax
+late = {"flax", "optax", "scipy", "treescope", "sympy", "torch._dynamo"}
+assert not late & (set(sys.modules) - before), late & (set(sys.modules) - before)
+assert torchfunc_jax.testing.parity(torch.sin, torch.ones(2))
+try:
+    torchfunc_jax.nothing
+except AttributeError as error:
+    assert "'nothing'" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from scipy.linalg import get_lapack_funcs
 
 from bridge.lowering.linalg.matrices import broadcast_batch, check_matrix, report
 from bridge.lowering.registry import lowering
@@ -19,6 +18,8 @@ from bridge.lowering.registry import lowering
 
 def _routine(stem: str, dtype: np.dtype, hermitian: bool) -> Callable[..., Any]:
     """LAPACK's hetrf or sytrf (stem trf), hetrs or sytrs (stem trs), in the precision of dtype."""
+    from scipy.linalg import get_lapack_funcs  # its import takes a tenth of a second
+
     kind = "he" if hermitian and np.issubdtype(dtype, np.complexfloating) else "sy"
     return get_lapack_funcs(kind + stem, dtype=dtype)
 

@@ -4,6 +4,7 @@ a function of its state.
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import threading
@@ -19,6 +20,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
+from bridge import private_calls
 from bridge.boundary.calls import plain
 from bridge.convert import dtypes, tensors, trees
 from bridge.convert.arrays import owned
@@ -366,6 +368,38 @@ def call(
             )
             after[name] = value if value.dtype == wide else value.astype(wide)
     return out, after
+
+
+@contextmanager
+def own_tensors(module: nn.Module, given: Any) -> Iterator[None]:
+    """Around a call of torch.func.functional_call, whose tensors are given in any tree: the module
+    has its own tensors afterwards.
+
+    PyTorch puts them back in the order in which it has taken them out. A submodule that has two
+    names in the module gets the tensors of the call first and its own tensors second, and the one
+    under the second name is what the first name has left there.
+    """
+    names: dict[int, int] = collections.Counter()
+    before = []
+    for _, m in module.named_modules(remove_duplicate=False):
+        names[id(m)] += 1
+        if names[id(m)] == 2:
+            before += [(held, dict(held)) for held in (m._parameters, m._buffers)]
+    of_call = trees.flatten(given)[0] if before else []
+    try:
+        yield
+    finally:
+        for held, own in before:
+            held.update({k: t for k, t in own.items() if any(held.get(k) is x for x in of_call)})
+
+
+def _functional_call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of torch.func in a trace, whose tensors must not stay in the module."""
+    with own_tensors(module, given):
+        return private_calls.original("functional_call")(module, given, *args, **kwargs)
+
+
+private_calls.IN_TRACES["functional_call"] = _functional_call
 
 
 class _Method(nn.Module):

@@ -183,6 +183,7 @@ _REDIRECTED = {
     "compile": ("torch", "compile"),
     "swap_tensors": ("torch.utils", "swap_tensors"),
     "register_parameter": ("torch.nn.modules.module", "Module.register_parameter"),
+    "functional_call": ("torch.nn.utils.stateless", "_functional_call"),
 }
 #: Those of torch.compile's own module, whose import takes long; who has compiled a function has
 #: imported it.

@@ -10,15 +10,24 @@ from typing import Any
 import jax
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from bridge.boundary import handing_over
 from bridge.boundary.calls import plain
 from bridge.convert import trees
 from bridge.errors import public
-from bridge.modules import SWAPPING
+from bridge.modules import SWAPPING, own_tensors
 
 # torch's own function, even after ``patch()`` has replaced it
 _torch_functional_call = torch.func.functional_call
+
+
+def _restoring(module: Any, given: Any, *args: Any, **options: Any) -> Any:
+    """torch's own function, after which the module has its own tensors."""
+    if is_dynamo_compiling() or not isinstance(module, nn.Module):
+        return _torch_functional_call(module, given, *args, **options)
+    with own_tensors(module, given):
+        return _torch_functional_call(module, given, *args, **options)
 
 
 def _in_torch(
@@ -34,7 +43,7 @@ def _in_torch(
     """functional_call of torch tensors."""
     if not return_buffers:
         try:
-            return _torch_functional_call(
+            return _restoring(
                 module,
                 parameter_and_buffer_dicts,
                 args,
@@ -50,9 +59,7 @@ def _in_torch(
             raise
     state, names = _copied(module, parameter_and_buffer_dicts, strict)
     # it puts into the dict the tensors with which the module replaces others
-    out = _torch_functional_call(
-        module, state, args, kwargs, tie_weights=tie_weights, strict=strict
-    )
+    out = _restoring(module, state, args, kwargs, tie_weights=tie_weights, strict=strict)
     return out, {name: state[name] for name in names}
 
 

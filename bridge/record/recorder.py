@@ -78,6 +78,7 @@ _RECORDED = frozenset(
         "compiler_of_frames",
         "register_parameter",
         "multi_head_attention",
+        "functional_call",
     }
 )
 

@@ -181,6 +181,21 @@ def test_gpytorch_as_it_is():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(jit(f)(params), want.detach())
         torch.testing.assert_close(jit(grad(f))(params), slopes)
+        lanes = {name: torch.stack([p, p + 0.3, p - 0.2]) for name, p in params.items()}
+        each = [{name: t[k] for name, t in lanes.items()} for k in range(3)]
+        torch.testing.assert_close(
+            jit(vmap(f))(lanes), torch.stack([functional_call(module, p, ()) for p in each])
+        )
+        torch.testing.assert_close(
+            jit(vmap(grad(f)))(lanes)["likelihood.likelihood.noise_covar.raw_noise"],
+            torch.stack(
+                [jit(grad(f))(p)["likelihood.likelihood.noise_covar.raw_noise"] for p in each]
+            ),
+        )
+        # its kernel is an autograd.Function without setup_context
+        for transform in (vmap, torch.func.vmap):
+            with pytest.raises(RuntimeError, match="must override the setup_context staticmethod"):
+                transform(f)(lanes)
         with jax.enable_x64(True):
             apply, values, state = bridge.function(exact_gp())
             found = jax.jit(jax.vmap(jax.grad(lambda p: apply(p, state)[0])))(

@@ -359,6 +359,36 @@ def playing(small: bool) -> list[Task]:
 
 
 # -- force fields ----------------------------------------------------------------------------------
+def schnet_by_hand(module: nn.Module) -> Callable[..., jax.Array]:
+    """``energy(positions, strain)`` of ``force_fields.SchNet``, written in JAX."""
+    p, depth = arrays(dict(module.state_dict())), len(module.layers)
+    sender, receiver = p["edges"]
+
+    def linear(x: jax.Array, name: str) -> jax.Array:
+        return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0.0)
+
+    def network(x: jax.Array, name: str) -> jax.Array:
+        return linear(jax.nn.softplus(linear(x, f"{name}.0")), f"{name}.2")
+
+    def energy(positions: jax.Array, strain: jax.Array) -> jax.Array:
+        positions = positions + positions @ (strain + strain.T) / 2
+        apart = positions[sender] - positions[receiver]
+        distances = jnp.sqrt((apart**2).sum(1))
+        radial = jnp.exp(-4 * (distances[:, None] - p["centers"]) ** 2)
+        near = jnp.where(
+            distances < module.cutoff, 0.5 * (jnp.cos(jnp.pi * distances / module.cutoff) + 1), 0.0
+        )
+        features = p["embedding.weight"][p["species"]]
+        for name in (f"layers.{k}" for k in range(depth)):
+            messages = linear(features, f"{name}.before")[sender]
+            messages = messages * network(radial, f"{name}.filter") * near[:, None]
+            mixed = jnp.zeros_like(features).at[receiver].add(messages)
+            features = features + network(mixed, f"{name}.after")
+        return network(features, "energies").sum()
+
+    return energy
+
+
 def forces(small: bool) -> list[Task]:
     """Ethanol, in float64."""
     molecule = force_fields.ethanol()
@@ -401,12 +431,19 @@ def forces(small: bool) -> list[Task]:
             ).numpy(),
         )
 
-    def ours(make: Callable[[], nn.Module], what: Callable[..., Any]) -> Call:
-        energy, positions = force_fields.energy_of(make()), jnp.asarray(molecule.positions.numpy())
+    def in_jax(energy: Callable[..., jax.Array], what: Callable[..., Any]) -> Call:
+        positions = jnp.asarray(molecule.positions.numpy())
         return compiled(lambda x: jax.tree.leaves(what(energy, x)), positions)
+
+    def ours(make: Callable[[], nn.Module], what: Callable[..., Any]) -> Call:
+        return in_jax(force_fields.energy_of(make()), what)
+
+    def by_hand(what: Callable[..., Any]) -> dict[str, Callable[[], Call]]:
+        return {"JAX, by hand": lambda: in_jax(schnet_by_hand(schnet()), what)}
 
     tasks = []
     for name, make in {"SchNet": schnet, "MACE": mace}.items():
+        hand = by_hand if make is schnet else lambda what: {}
         tasks += [
             Task(
                 f"{name}, energy, forces and virial",
@@ -414,6 +451,7 @@ def forces(small: bool) -> list[Task]:
                 {
                     "PyTorch": lambda make=make: torch_forces(make),
                     "JAX, the torch module": lambda make=make: ours(make, force_fields.properties),
+                    **hand(force_fields.properties),
                 },
                 1e-10,
             ),
@@ -424,6 +462,7 @@ def forces(small: bool) -> list[Task]:
                     "PyTorch": lambda make=make: torch_hessian(make, False),
                     "PyTorch, vectorize=True": lambda make=make: torch_hessian(make, True),
                     "JAX, the torch module": lambda make=make: ours(make, force_fields.hessian),
+                    **hand(force_fields.hessian),
                 },
                 1e-10,
             ),

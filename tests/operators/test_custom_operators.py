@@ -331,10 +331,15 @@ def _total(out: Any) -> torch.Tensor:
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("name", CASES)
 def test_runs_in_the_users_own_jax(name: str) -> None:
+    in_the_users_own_jax(*CASES[name])
+
+
+def in_the_users_own_jax(
+    fn: Callable[..., Any], args: tuple[torch.Tensor, ...], differentiable: bool
+) -> None:
     """jax.jit, jax.vmap and jax.grad of a function of the bridge's, and these of one another;
     64-bit types are off outside of it.
     """
-    fn, args, differentiable = CASES[name]
     stacked = [torch.stack([a, a * 0.5, a * -0.75]).float() for a in args]
     lanes = list(zip(*stacked, strict=True))
 
@@ -809,3 +814,4 @@ def test_a_kernel_in_cpp(tmp_path: Any) -> None:
     )
     in_every_way(lambda x: softsign(x), X)
     in_every_way(lambda x: softsign(x), X.float())
+    in_the_users_own_jax(lambda x: softsign(x), (X,), True)

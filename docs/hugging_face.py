@@ -18,20 +18,26 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import sys
-import textwrap
 import time
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from compared_models import (
+    UNIT,
+    Example,
+    distance,
+    paragraph,
+    problem,
+    timed_values,
+    values_of,
+    wrong_models,
+)
 from rich.progress import track
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from torchfunc_jax import generate, jit
+from torchfunc_jax._machine import machine
 
 try:
     import transformers
@@ -41,9 +47,6 @@ except ModuleNotFoundError:
         "the library transformers is not installed; install it with: pip install "
         '"transformers>=5,<6"'
     )
-
-from torchfunc_jax import generate, jit  # noqa: E402
-from torchfunc_jax._machine import machine  # noqa: E402
 
 GENERATION = "## Generation"
 PAGE = Path(__file__).with_suffix(".md")
@@ -304,71 +307,28 @@ def inputs_of(architecture: str, model: torch.nn.Module) -> dict[str, torch.Tens
     )
 
 
-def floats(outputs: Any) -> list[torch.Tensor]:
-    """The floating tensors at the top of a model's outputs, in their order."""
-    return [t for t in outputs.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-def run(
-    call: Any, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs, and the gradients of all parameters that have one."""
-    model.zero_grad()
-    outputs = floats(call(**inputs))
-    sum((t.square().mean() for t in outputs), torch.zeros(())).backward()
-    return [t.detach() for t in outputs], [
-        torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
-    ]
-
-
-def distance(
-    found: list[torch.Tensor], expected: list[torch.Tensor], exact: list[torch.Tensor]
-) -> float:
-    """The largest difference, as a multiple of 1e-5 of the largest value, or of ten times PyTorch's
-    own rounding error if that is more.
-    """
-    worst = 0.0 if len(found) == len(expected) else float("inf")
-    for ours, theirs, true in zip(found, expected, exact, strict=False):
-        allowed = max(
-            1e-5 * true.abs().max().item(), 10 * (theirs.double() - true).abs().max().item(), 1e-7
-        )
-        worst = max(worst, (ours.double() - true).abs().max().item() / allowed)
-    return worst
-
-
 def row_of(architecture: str) -> Row:
     """Compare one architecture."""
     kind = kind_of(architecture)
     try:
         model = model_of(architecture)
-        inputs = inputs_of(architecture, model)
-        expected = run(model, model, inputs)
-        start = time.perf_counter()
-        found = run(jit(model), model, inputs)
-        seconds = time.perf_counter() - start
+        example = Example(model, kwargs=inputs_of(architecture, model))
+        theirs, exact = example.copied(), example.in_float64()
         if any("experts" in name for name, _ in model.named_modules()):
-            model.set_experts_implementation("eager")  # PyTorch's grouped products have no float64
-        wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-        exact = run(model.double(), model, wide)
-        outputs, gradients = (
-            distance(*three) for three in zip(found, expected, exact, strict=True)
-        )
+            # PyTorch's grouped products have no float64
+            exact.model.set_experts_implementation("eager")
+        ours, seconds = timed_values(jit(model), example)
+        expected, true = (values_of(e.model, e) for e in (theirs, exact))
         return Row(
             architecture,
             kind,
             sum(p.numel() for p in model.parameters()),
-            outputs,
-            gradients,
+            distance(ours.outputs, expected.outputs, true.outputs),
+            distance(ours.gradients, expected.gradients, true.gradients),
             seconds,
         )
     except Exception as error:
-        if os.environ.get("TRACEBACK"):
-            traceback.print_exc()
-        return Row(
-            architecture,
-            kind,
-            problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200],
-        )
+        return Row(architecture, kind, problem=problem(error))
 
 
 class Generation(NamedTuple):
@@ -450,17 +410,12 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
     lines = [
         "# Models of transformers",
         "",
-        *textwrap.wrap(
+        *paragraph(
             f"Under `torchfunc_jax.jit`, {sum(row.right for row in rows)} of {len(rows)} "
             "architectures of Hugging Face's library, each as a small random model, have the same "
             "outputs, and the same gradients of all parameters, as in PyTorch. The numbers are "
-            "differences in units of the error that float32 allows, which is 1e-5 of the largest "
-            "value, or ten times PyTorch's own distance from float64. Outputs and caches are "
-            "instances of the library's own classes. [hugging_face.py](hugging_face.py) writes "
-            "this page.",
-            100,
-            break_long_words=False,
-            break_on_hyphens=False,
+            f"{UNIT}. Outputs and caches are instances of the library's own classes. "
+            "[hugging_face.py](hugging_face.py) writes this page."
         ),
         "",
         "| architecture | kind | parameters | outputs | gradients | first call and backward |",
@@ -482,18 +437,14 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
         "",
     ]
     wrong = [
-        (row, row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows")
+        (
+            row.architecture,
+            row.problem or f"{max(row.outputs, row.gradients):.1f} times what float32 allows",
+        )
         for row in rows
         if not row.right
     ]
-    if wrong:
-        lines += [
-            "## What is not right",
-            "",
-            *(f"- {row.architecture}: {why}" for row, why in wrong),
-            "",
-        ]
-    return "\n".join([*lines, ""]) + section(generations)
+    return "\n".join([*lines, *wrong_models(wrong), ""]) + section(generations)
 
 
 def section(generations: list[Generation]) -> str:
@@ -502,17 +453,14 @@ def section(generations: list[Generation]) -> str:
     lines = [
         GENERATION,
         "",
-        *textwrap.wrap(
+        *paragraph(
             "[`torchfunc_jax.generate`](decoding.md) decodes in one program. The table compares it "
             "with `model.generate`, and with a function of one step that Python calls in a loop, "
             "with transformers' static cache. That function is compiled by torch.compile, or by "
             "`jit(next_token, donate=2)`, which from the first call on writes in place into memory "
             "of XLA's. Each finds the 64 most probable tokens, one after the other, for a batch of "
             "two, with models of four layers of width 256. Their tokens are compared with those of "
-            "`model.generate`.",
-            100,
-            break_long_words=False,
-            break_on_hyphens=False,
+            "`model.generate`."
         ),
         "",
         (

@@ -4,7 +4,6 @@ architectures.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +16,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
     pytest.importorskip("transformers")
-    path = Path(__file__).resolve().parents[2] / "docs" / "hugging_face.py"
-    spec = importlib.util.spec_from_file_location("hugging_face", path)
-    assert spec is not None and spec.loader is not None
-    sys.modules["hugging_face"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+    import hugging_face
+
+    return hugging_face
 
 
 @pytest.mark.parametrize(

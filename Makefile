@@ -6,6 +6,7 @@
 #   make test-versions           the core of the tests on the oldest and the newest Python, PyTorch and JAX; writes docs/versions.md
 #   make test-nightly            the core of the tests on the nightly builds of PyTorch and JAX, in .venv-nightly
 #   make bench                   the benchmarks; their table goes into README.md
+#   make models                  models of transformers, torchvision and timm beside PyTorch; writes docs/hugging_face.md and docs/vision.md
 #   make docs                    the documentation as a site, in build/site; a broken link is an error
 #   make notebooks               run the notebooks and keep their output in them
 #   make lint                    ruff, mypy, and which file may import which
@@ -26,7 +27,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-versions test-nightly bench docs notebooks lint release-check clean
+.PHONY: help demo test test-all test-versions test-nightly bench models docs notebooks lint release-check clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -55,6 +56,11 @@ test-nightly:
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/run.py --readme $(ARGS)
+
+models: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt "transformers>=5,<6" torchvision "timm>=1,<2"
+	$(BIN)/python docs/hugging_face.py
+	$(BIN)/python docs/vision.py $(ARGS)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

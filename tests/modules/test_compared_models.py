@@ -50,6 +50,12 @@ def test_the_comparison_finds_what_differs(part: str, change: str) -> None:
     assert compared_models.distance(tensors[0][1:], *tensors[1:]) == float("inf")
 
 
+def test_zeros_are_no_comparison() -> None:
+    zeros = [torch.zeros(3)]
+    with pytest.raises(ValueError, match="all numbers are zero"):
+        compared_models.distance(zeros, zeros, zeros)
+
+
 def test_float64_is_not_compared_with_float32() -> None:
     example = network()
     outputs = compared_models.values_of(example.model, example).outputs

@@ -160,7 +160,7 @@ _REDIRECTED = {
     "checkpoint": ("torch.utils.checkpoint", "checkpoint"),
     **{
         name: (f"torch._higher_order_ops.{name}", name)
-        for name in ("cond", "while_loop", "map", "scan", "associative_scan")
+        for name in ("cond", "switch", "while_loop", "map", "scan", "associative_scan")
     },
     "gaussian_nll_loss": ("torch.nn.functional", "gaussian_nll_loss"),
     "flex_attention": ("torch.nn.attention.flex_attention", "flex_attention"),

@@ -1,5 +1,5 @@
-"""torch's control-flow operators inside a trace: cond, while_loop, map, scan and associative_scan
-run as JAX's.
+"""torch's control-flow operators inside a trace: cond, switch, while_loop, map, scan and
+associative_scan run as JAX's.
 
 If the values that decide are known (outside of compilation and vmap), the Python functions run as
 they are, step by step.
@@ -8,6 +8,7 @@ they are, step by step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -98,12 +99,12 @@ def _explained(rule: str) -> Iterator[None]:
         raise RuntimeError(f"{rule}; {error}") from error
 
 
-def _known(pred: Any) -> bool | None:
-    """A predicate's value, or None if it is not known."""
-    if not isinstance(pred, torch.Tensor):
-        return bool(pred)
+def _known(x: Any, kind: Callable[[Any], Any]) -> Any:
+    """A value that decides, as a Python bool or int (kind), or None if it is not known."""
+    if not isinstance(x, torch.Tensor):
+        return kind(x)
     try:
-        return bool(lax.stop_gradient(value_of(pred)))
+        return kind(lax.stop_gradient(value_of(x)).reshape(())) if x.numel() == 1 else None
     except jax.errors.JAXTypeError:
         return None
 
@@ -114,33 +115,89 @@ def cond(
     """torch.cond: both branches are traced, and ``lax.cond`` chooses one."""
     if state.level is None:
         return private_calls.original("cond")(pred, true_fn, false_fn, operands)
-    known = _known(pred)
+    known = _known(pred, bool)
     if known is not None:
         return (true_fn if known else false_fn)(*operands)
-    value = value_of(pred)
-    if value.size != 1 or value.dtype != jnp.bool_:
+    if pred.numel() != 1 or pred.dtype != torch.bool:
         raise RuntimeError(
             f"cond: expected pred to be a bool or a tensor with a single bool, got {pred.dtype} of "
-            f"shape {list(pred.shape)}"
+            f"shape {list(pred.shape)}{at_line()}"
         )
-    yes, no = (
-        _Body(true_fn, tuple(operands), "cond: true_fn"),
-        _Body(false_fn, tuple(operands), "cond: false_fn"),
+    value = value_of(pred).reshape(())
+    return _chosen(
+        "cond: true_fn and false_fn",
+        {"cond: true_fn": true_fn, "cond: false_fn": false_fn},
+        operands,
+        lambda branches, values: varying.cond(value, *branches, values),
     )
-    with _explained(
-        "cond: true_fn and false_fn must return tensors of the same structure, shapes and dtypes"
+
+
+def switch(index: Any, branches: Any, operands: Any = ()) -> Any:
+    """torch.switch: all branches are traced, and ``lax.switch`` chooses one; an index out of range
+    chooses the first or the last.
+    """
+    if state.level is None:
+        return private_calls.original("switch")(index, branches, operands)
+    if (
+        not isinstance(branches, tuple | list)
+        or not branches
+        or not all(callable(b) for b in branches)
     ):
-        outs = yes.run(
-            lambda values: varying.cond(
-                value.reshape(()), lambda vs: yes(vs), lambda vs: no(vs), values
-            )
-        )
-    if yes.out_spec != no.out_spec:
         raise RuntimeError(
-            f"cond: true_fn returns {yes.out_spec}, false_fn {no.out_spec}; they must have the "
-            "same structure"
+            "switch: expected branches to be a tuple or list of at least one function, got "
+            f"{branches!r}{at_line()}"
         )
-    return trees.unflatten(yes.out_spec, outs)
+    if isinstance(index, torch.Tensor):
+        fits = index.numel() == 1 and not (index.is_floating_point() or index.is_complex())
+        got = f"{index.dtype} of shape {list(index.shape)}"
+    else:
+        fits, got = isinstance(index, int), repr(index)
+    if not fits:
+        raise RuntimeError(
+            "switch: expected index to be an int or a tensor with a single integer, got "
+            f"{got}{at_line()}"
+        )
+    last = len(branches) - 1
+    known = _known(index, int) if last else 0
+    if known is not None:
+        return branches[max(0, min(known, last))](*operands)
+    # in its own dtype: an int32 does not hold each index that is out of range
+    value = jnp.clip(value_of(index).reshape(()), 0, last)
+    return _chosen(
+        "switch: all branches",
+        {f"switch: branches[{i}]": branch for i, branch in enumerate(branches)},
+        operands,
+        lambda branches, values: varying.switch(value, branches, values),
+    )
+
+
+def _chosen(
+    what: str,
+    branches: dict[str, Callable[..., Any]],
+    operands: Any,
+    choose: Callable[[list[Callable[..., Any]], list[Any]], list[Any]],
+) -> Any:
+    """The output of the branch that choose takes, of functions of the list of the operands' values.
+
+    Args:
+        what: the branches, for an error.
+        branches: by what errors call them.
+        operands: a list or tuple, the arguments of each branch.
+        choose: takes functions of the list of the operands' values, and this list.
+    """
+    bodies = [_Body(fn, tuple(operands), name) for name, fn in branches.items()]
+    with _explained(f"{what} must return tensors of the same structure, shapes and dtypes"):
+        # JAX would not trace the same functions again with other captured values
+        outs = bodies[0].run(
+            lambda values: choose([functools.partial(body) for body in bodies], values)
+        )
+    for body in bodies[1:]:
+        if body.out_spec != bodies[0].out_spec:
+            raise RuntimeError(
+                f"{bodies[0].what} returns {bodies[0].out_spec}, {body.what} {body.out_spec}; they "
+                "must have the same structure"
+            )
+    return trees.unflatten(bodies[0].out_spec, outs)
 
 
 def while_loop(
@@ -155,7 +212,7 @@ def while_loop(
     if state.level is None:
         return private_calls.original("while_loop")(cond_fn, body_fn, carried_inputs)
     carry = tuple(carried_inputs)
-    while known := _known(cond_fn(*carry, *additional_inputs)):
+    while known := _known(cond_fn(*carry, *additional_inputs), bool):
         out = body_fn(*carry, *additional_inputs)
         carry = tuple(out) if isinstance(out, tuple | list) else (out,)
     if known is not None:
@@ -257,6 +314,7 @@ def associative_scan(
 private_calls.IN_TRACES.update(
     {
         "cond": cond,
+        "switch": switch,
         "while_loop": while_loop,
         "map": map,
         "scan": scan,

@@ -162,13 +162,24 @@ def while_loop(test: Callable[..., Any], body: Callable[..., Any], init: Any) ->
 
 def cond(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
     """``lax.cond``."""
+    return lax.cond(pred, *_agreeing((yes, no), operands), *operands)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """``lax.switch``."""
+    return lax.switch(index, _agreeing(branches, operands), *operands)
+
+
+def _agreeing(
+    branches: Sequence[Callable[..., Any]], operands: Sequence[Any]
+) -> Sequence[Callable[..., Any]]:
+    """The branches, with results that vary over what those of any branch do."""
     if not in_shard_map():
-        return lax.cond(pred, yes, no, *operands)
+        return branches
     found = [
-        [axes(x) for x in jax.tree.leaves(jax.eval_shape(branch, *operands))]
-        for branch in (yes, no)
+        [axes(x) for x in jax.tree.leaves(jax.eval_shape(branch, *operands))] for branch in branches
     ]
-    wanted = [a | b for a, b in zip(*found, strict=False)]
+    wanted = [_NOTHING.union(*each) for each in zip(*found, strict=False)]
 
     def wide(branch: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
@@ -177,4 +188,4 @@ def cond(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: 
 
         return run
 
-    return lax.cond(pred, wide(yes), wide(no), *operands)
+    return [wide(branch) for branch in branches]

@@ -4,7 +4,8 @@ have, each in an environment of its own.
 The core is everything but the slow tests and the sweeps over all operators (the marks "slow" and
 "sweep"). `make test-versions` runs this with the standard library and rich alone. What a run finds
 goes to versions.json, which keeps the combinations that were not asked for, and the page is made of
-that.
+that. With ``--switches`` a part of the core runs once without and once with each of the options of
+JAX that are to become its defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -54,6 +56,30 @@ VERDICTS = {
 # bytes: CUDA's libraries, which PyPI's torch brings on Linux (6.5 GB), and their downloads; 9.3 GB
 # were seen
 _NEEDED = 9.5e9
+#: JAX's options that are to become its defaults, with the values that they will have; JAX reads
+#: each from an environment variable of this name in capitals
+SWITCHES = {
+    "jax_scan3": "1",
+    "jax_remat3": "1",
+    "jax_custom_vjp3": "1",
+    "jax_custom_jvp3": "1",
+    "jax_auto_pcast": "0",
+    "jax_explicit_x64_dtypes": "error",
+}
+#: what ``--switches`` runs: loops, checkpoints, rules of derivatives, meshes, and types of 64 bits
+SWITCHED = [
+    "tests/transforms/test_transforms.py",
+    "tests/transforms/test_branches.py",
+    "tests/transforms/test_random_numbers_in_loops.py",
+    "tests/jit/test_jit.py",
+    "tests/jit/test_backward_inside_jit.py",
+    "tests/autograd/test_custom_function_rules.py",
+    "tests/tensors/test_jax_functions.py",
+    "tests/modules/test_checkpoint_policies.py",
+    "tests/distributed/test_sharded_modules.py",
+]
+#: what the page says of the failures with each
+WHY: dict[str, str] = {}
 _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
 
 EXAMPLES = """
@@ -62,6 +88,7 @@ examples:
   python docs/versions.py --only newest --no-write   as in continuous integration: only a table
   python docs/versions.py --only all --delete        all, one environment on the disk at a time
   python docs/versions.py --only 3.12,2.14.1,0.11.2  one combination: Python, torch, jax
+  python docs/versions.py --switches --jobs 1        the newest with each of JAX's coming defaults
   python docs/versions.py --only newest --tests tests/jit/test_jit.py tests/docs --no-write
   python docs/versions.py --only newest --no-write --json | jq '.[].failures'
 
@@ -126,6 +153,9 @@ class Row:
             time while no test had failed.
         minutes: of installing, and of the tests.
         where: date, commit and machine.
+        switch: the option of JAX that was switched on, "none" for a run of the same tests without
+            one; "" for the core.
+        errors: by the name of a test that failed, the first line of its error.
     """
 
     combination: Combination
@@ -136,6 +166,11 @@ class Row:
     of_machine: bool = False
     minutes: dict[str, float] = dataclasses.field(default_factory=dict)
     where: dict[str, str] = dataclasses.field(default_factory=dict)
+    switch: str = ""
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.combination}{f', {self.switch}' if self.switch else ''}"
 
     @property
     def right(self) -> bool:
@@ -293,10 +328,23 @@ def installed(folder: Path) -> dict[str, str]:
     )
 
 
+@functools.cache
+def switches(folder: Path) -> list[str]:
+    """Those of SWITCHES that the JAX of an environment has."""
+    ask = f"import jax; print(*[s for s in {list(SWITCHES)} if hasattr(jax.config, s)])"
+    done = subprocess.run([*_python(folder), "-c", ask], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 # -- tests -----------------------------------------------------------------------------------------
 def core(
-    folder: Path, tests: list[str], jobs: int, limit: float, on_progress: Callable[[int, int], None]
-) -> tuple[dict[str, int], list[str]]:
+    folder: Path,
+    tests: list[str],
+    jobs: int,
+    limit: float,
+    on_progress: Callable[[int, int], None],
+    switch: str = "",
+) -> tuple[dict[str, int], dict[str, str]]:
     """Run the core of the tests in an environment.
 
     Args:
@@ -305,9 +353,11 @@ def core(
         jobs: processes.
         limit: minutes after which they are stopped.
         on_progress: called with percents and the number of failures, as they come.
+        switch: the option of JAX that is switched on; "" or "none" for none.
 
     Returns:
-        how many tests passed, failed and were skipped, and the names of those that failed.
+        how many tests passed, failed and were skipped, and by the names of those that failed, in
+        their order, the first lines of their errors.
 
     Raises:
         NotHere: the time ran out before a test had failed.
@@ -335,7 +385,10 @@ def core(
         "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
         "PYTHONDONTWRITEBYTECODE": "",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
+        "COLUMNS": "400",  # the summary has the first line of each error, cut at this width
     }
+    if switch in SWITCHES:
+        kept[switch.upper()] = SWITCHES[switch]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -352,17 +405,22 @@ def core(
 
     timer = threading.Timer(limit * 60, stop)
     timer.start()
-    counts, failures, percent, last = {"passed": 0, "failed": 0, "skipped": 0}, set[str](), 0, ""
+    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, dict[str, str]()
+    percent, last = 0, ""
     try:
-        with (folder / "core.log").open("w") as log:  # what pytest prints is kept
+        # what pytest prints is kept
+        with (folder / f"core{switch and f'-{switch}'}.log").open("w") as log:
             for line in process.stdout:
                 log.write(line)
                 last = line.strip() or last
                 if told := re.match(r"\[gw\d+\] \[ *(\d+)%\] (\w+) (.*\S)", line):
                     percent, verdict = int(told[1]), VERDICTS[told[2]]
                     counts[verdict] += 1
-                    failures |= {told[3]} if verdict == "failed" else set()
+                    failures |= {told[3]: ""} if verdict == "failed" else {}
                     on_progress(percent, len(failures))
+                elif line.startswith(("FAILED ", "ERROR ")):
+                    for name in failures:
+                        failures[name] = line.partition(f" {name} - ")[2].strip() or failures[name]
         process.wait()
     finally:
         timer.cancel()
@@ -374,7 +432,7 @@ def core(
         )
     if not late.is_set() and process.returncode not in (0, 1):
         raise NotTested(f"pytest ended with {process.returncode}: {last}")
-    return counts, sorted(failures)
+    return counts, dict(sorted(failures.items()))
 
 
 def tested(
@@ -382,28 +440,47 @@ def tested(
     here: dict[str, str],
     asked: argparse.Namespace,
     on_stage: Callable[[str, int, int], None],
-) -> Row:
-    """Install a combination and run the tests on it."""
-    row = Row(combination, where=_where())
+) -> Iterator[Row]:
+    """Install a combination and run the tests on it, once or with each switch."""
+    row = Row(combination, where=_where(), switch="" if asked.switches is None else "none")
     start = time.monotonic()
     try:
         on_stage("installing", 0, 0)
         folder = install(combination, here)
         row.versions = installed(folder)
         row.minutes["installing"] = round((time.monotonic() - start) / 60, 1)
-        start = time.monotonic()
-        row.counts, row.failures = core(
-            folder,
-            asked.tests,
-            asked.jobs,
-            asked.limit,
-            lambda done, bad: on_stage("testing", done, bad),
-        )
-        row.minutes["testing"] = round((time.monotonic() - start) / 60, 1)
+        for switch in [""] if asked.switches is None else asked.switches or ["none", *SWITCHES]:
+            if not switch or switch == "none" or switch in switches(folder):
+                run = dataclasses.replace(row, switch=switch)
+                yield _run_of(run, folder, asked, on_stage)
     except NotTested as why:
         row.problem, row.of_machine = str(why), isinstance(why, NotHere)
-    if asked.delete:
-        shutil.rmtree(environments() / combination.folder, ignore_errors=True)
+        yield row
+    finally:
+        if asked.delete:
+            shutil.rmtree(environments() / combination.folder, ignore_errors=True)
+
+
+def _run_of(
+    row: Row, folder: Path, asked: argparse.Namespace, on_stage: Callable[[str, int, int], None]
+) -> Row:
+    """The row with what its tests did."""
+    start = time.monotonic()
+    stage = f"testing {row.switch}".rstrip()
+    try:
+        row.counts, row.errors = core(
+            folder,
+            asked.tests or (SWITCHED if row.switch else []),
+            asked.jobs,
+            asked.limit,
+            lambda done, bad: on_stage(stage, done, bad),
+            row.switch,
+        )
+        row.failures = list(row.errors)
+        minutes = round((time.monotonic() - start) / 60, 1)
+        row.minutes = row.minutes | {"testing": minutes}
+    except NotTested as why:
+        row.problem, row.of_machine = str(why), isinstance(why, NotHere)
     return row
 
 
@@ -431,8 +508,10 @@ def table(rows: list[Row]) -> Table:
         shown.add_column(name)
     for name in ("passed", "failed", "skipped", "installing", "testing"):
         shown.add_column(name, justify="right")
+    if any(row.switch for row in rows):
+        shown.add_column("switch")
     for row in rows:
-        shown.add_row(*cells(row))
+        shown.add_row(*cells(row), *([row.switch] if row.switch else []))
     return shown
 
 
@@ -453,19 +532,17 @@ def cells(row: Row) -> list[str]:
 
 def page(rows: list[Row]) -> str:
     """The text of versions.md."""
+    with_switches, rows = [r for r in rows if r.switch], [r for r in rows if not r.switch]
     lines = [
         "# Versions",
         "",
-        *textwrap.wrap(
+        *_wrapped(
             "This page has the results of the tests on the supported versions of Python, PyTorch "
             "and JAX. Each combination runs in a separate environment, with the newest fitting "
             "release of all other packages. It runs the core of the tests: all tests but the slow "
             "ones and the sweeps over all operators, which are in [coverage.md](coverage.md). "
             "`make test-versions` runs the oldest and the newest combination and writes this page; "
-            '`make test-versions ARGS="--only all"` runs all combinations.',
-            100,
-            break_long_words=False,
-            break_on_hyphens=False,
+            '`make test-versions ARGS="--only all"` runs all combinations.'
         ),
         "",
         (
@@ -492,7 +569,45 @@ def page(rows: list[Row]) -> str:
             if not row.right:
                 names = [row.problem] if row.problem else [f"`{name}`" for name in row.failures]
                 lines += [f"{row.combination}:", "", *(f"- {name}" for name in names), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_section_of_switches(with_switches)])
+
+
+def _section_of_switches(rows: list[Row]) -> list[str]:
+    """The lines of versions.md about JAX's coming defaults."""
+    if not rows:
+        return []
+    files = ", ".join(f"`{name.removeprefix('tests/')}`" for name in SWITCHED)
+    text = (
+        "JAX has options for what is to become its default. These are the results of a part of the "
+        f"core ({files}) without and with each of them, one at a time, by an environment variable "
+        'such as `JAX_SCAN3=1`. `make test-versions ARGS="--switches"` measures this again.'
+    )
+    lines = ["## JAX's coming defaults", "", *_wrapped(text), ""]
+    lines += [
+        "| JAX | option | passed | failed | skipped | date | commit |",
+        "| --- | --- | ---: | ---: | ---: | --- | --- |",
+    ]
+    for row in rows:
+        value = f"`{row.switch}={SWITCHES[row.switch]}`" if row.switch in SWITCHES else "none"
+        counts = [str(row.counts.get(name, "-")) for name in ("passed", "failed", "skipped")]
+        shown = [row.combination.jax, value, *counts, row.where["date"], row.where["commit"]]
+        lines.append(f"| {' | '.join(shown)} |")
+    for row in rows:
+        if row.right:
+            continue
+        why = f" {WHY[row.switch]}" if row.switch in WHY else ""
+        lines += ["", *_wrapped(f"With `{row.switch}` (JAX {row.combination.jax}):{why}"), ""]
+        if row.problem:
+            lines.append(f"- {row.problem}")
+        for error in dict.fromkeys(row.errors.values()):
+            names = [name for name, of in row.errors.items() if of == error]
+            number = f"{len(names)} tests, such as" if len(names) > 1 else "1 test,"
+            lines.append(f"- {number} `{names[0]}`: `{error}`")
+    return [*lines, ""]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def load() -> list[Row]:
@@ -502,13 +617,16 @@ def load() -> list[Row]:
 
 
 def write(rows: list[Row]) -> None:
-    """Put rows in the place of those of the same combination, and write versions.json and
-    versions.md.
+    """Put rows in the place of those of the same combination and switch, and write versions.json
+    and versions.md.
     """
-    merged = {row.combination: row for row in [*load(), *rows]}
+    merged = {(row.combination, row.switch): row for row in [*load(), *rows]}
     ordered = sorted(
         merged.values(),
-        key=lambda row: [[int(n) for n in re.findall(r"\d+", v)] for v in row.combination[1:]],
+        key=lambda row: (
+            [[int(n) for n in re.findall(r"\d+", v)] for v in row.combination[1:]],
+            ["", "none", *SWITCHES].index(row.switch),
+        ),
     )
     RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
     PAGE.write_text(page(ordered))
@@ -539,7 +657,7 @@ def _progress(
 
             def on_stage(stage: str, done: int, failed: int) -> None:
                 nonlocal said
-                runs, words = stage == "testing", f"{failed} failed" if failed else ""
+                runs, words = stage.startswith("testing"), f"{failed} failed" if failed else ""
                 bar.update(
                     task,
                     description=f"{combination}: {stage}",
@@ -568,6 +686,13 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     )
     which = "oldest, newest, all, or PYTHON,TORCH,JAX; again for more (oldest and newest)"
     parser.add_argument("--only", action="append", metavar="WHICH", help=which)
+    parser.add_argument(
+        "--switches",
+        nargs="*",
+        choices=["none", *SWITCHES],
+        metavar="NAME",
+        help=f"some tests without (none) and with each of {', '.join(SWITCHES)}, or these",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (2)")
     parser.add_argument(
         "--tests",
@@ -602,7 +727,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=True)
     here = pythons()
     try:
-        combinations, said = chosen(asked.only or ["oldest", "newest"], here)
+        default = ["oldest", "newest"] if asked.switches is None else ["newest"]
+        combinations, said = chosen(asked.only or default, here)
     except ValueError as error:
         console.print(error, highlight=False, soft_wrap=True)
         return 2
@@ -613,7 +739,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _progress(console) as begin:
             for combination in combinations:
-                rows.append(tested(combination, here, asked, begin(combination)))
+                rows.extend(tested(combination, here, asked, begin(combination)))
     finally:
         if rows and not asked.no_write and not asked.tests:
             write(rows)
@@ -623,7 +749,7 @@ def main(argv: list[str] | None = None) -> int:
         Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
         for row in rows:
             for line in [row.problem] if row.problem else row.failures:
-                print(f"{row.combination}: {line}")
+                print(f"{row}: {line}")
     return 0 if all(row.right or (asked.if_possible and row.of_machine) for row in rows) else 1
 
 

@@ -159,7 +159,7 @@ def test_the_lines_of_a_run_are_counted(
     counts, failures = versions.core(
         tmp_path, [], 2, limit, lambda *progress: seen.append(progress)
     )
-    assert (counts, failures) == (
+    assert (counts, list(failures)) == (
         told,
         ["bridge/convert/trees.py::flatten", "tests/test_b.py::test_three[y/z]"],
     )
@@ -208,6 +208,46 @@ def test_a_run_keeps_the_rows_that_it_was_not_asked_for(
     assert "test_three" not in (tmp_path / "versions.md").read_text() and [
         row.right for row in versions.load()
     ] == [False, True]
+
+
+def test_a_switch_is_on_in_the_tests_and_its_errors_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os; print('[gw0] [ 50%] FAILED tests/test_a.py::test_one[a - b]'); "
+        "print('[gw0] [100%] PASSED tests/test_a.py::test_one'); "
+        "print('FAILED tests/test_a.py::test_one[a - b] - KeyError:', os.environ.get('JAX_SCAN3'))"
+    )
+    monkeypatch.setattr(versions, "_python", lambda folder: [sys.executable, "-c", program])
+    for switch, error in (("jax_scan3", "KeyError: 1"), ("none", "KeyError: None")):
+        _, errors = versions.core(tmp_path, [], 1, 1.0, lambda *progress: None, switch)
+        assert errors == {"tests/test_a.py::test_one[a - b]": error}
+
+
+def test_rows_of_switches_stand_beside_those_of_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
+    monkeypatch.setattr(versions, "PAGE", tmp_path / "versions.md")
+    counts = {"passed": 5, "failed": 0, "skipped": 0}
+    versions.write([Row(NEW, {}, counts, where=WHERE)])
+    errors = {f"tests/test_a.py::test_{n}": "KeyError: 'scan'" for n in ("one", "two")}
+    bad = {"passed": 3, "failed": 2, "skipped": 0}
+    versions.write(
+        [
+            Row(NEW, {}, bad, list(errors), where=WHERE, switch="jax_scan3", errors=errors),
+            Row(NEW, {}, counts, where=WHERE, switch="none"),
+        ]
+    )
+    assert [row.switch for row in versions.load()] == ["", "none", "jax_scan3"]
+    core, _, switches = (tmp_path / "versions.md").read_text().partition("## JAX's coming defaults")
+    assert "| 5 | 0 | 0 |" in core and "jax_scan3" not in core and "What failed" not in core
+    assert f"| {NEW.jax} | `jax_scan3=1` | 3 | 2 | 0 |" in switches
+    assert "- 2 tests, such as `tests/test_a.py::test_one`: `KeyError: 'scan'`" in switches
+
+
+def test_the_files_that_run_with_switches_exist() -> None:
+    assert all((ROOT / name).is_file() for name in versions.SWITCHED)
 
 
 def test_the_page_is_what_was_written() -> None:

@@ -141,11 +141,32 @@ def aten_linalg_check_errors(info: Array, api_name: str, *, is_matrix: bool) -> 
     report(info, api_name, is_matrix)
 
 
+#: The largest 1-norm for which the Pade approximant of ``jax.scipy.linalg.expm`` is exact, in
+#: double and in single precision (Higham 2005, "The Scaling and Squaring Method for the Matrix
+#: Exponential Revisited", table 2.3).
+_EXACT = {"float64": 5.371920351148152, "float32": 3.925724783138660}
+_SQUARINGS = 24  # of a matrix whose 1-norm is 9e7; JAX's limit is 16, and beyond it there is NaN
+
+
 @lowering("aten.linalg_matrix_exp")
 def aten_linalg_matrix_exp(self: Array) -> Array:
     """linalg_matrix_exp(Tensor self) -> Tensor"""
     # the only linear algebra operator that takes half types
     matrix = cast(self, opmath(self.dtype))
     check_matrix(matrix, "linalg.matrix_exp", square=True)
+    # JAX scales a matrix to twice the norm up to which its approximant is exact: the error is 1e-8
+    # in double precision, and 1e-3 in single
+    norm = lax.stop_gradient(jnp.abs(matrix).sum(-2).max(-1, initial=0))
+    powers = jnp.ceil(jnp.log2(norm / _EXACT[str(norm.dtype)]))
+    count = jnp.where(jnp.isfinite(powers), jnp.maximum(powers, 0), 0).astype("int32")
+    each = count[..., None, None]
+
+    def step(found: Array, k: Array) -> tuple[Array, None]:
+        square = lambda v: jnp.where(k < each, matmul(v, v), v)
+        return lax.cond(k < count.max(initial=0), square, lambda v: v, found), None
+
     with kept():
-        return cast(jax.scipy.linalg.expm(matrix), self.dtype)
+        scaled = matrix * jnp.ldexp(jnp.ones_like(norm), -count)[..., None, None]
+        found = jax.scipy.linalg.expm(scaled, max_squarings=0)
+        found, _ = lax.scan(step, found, jnp.arange(_SQUARINGS, dtype="int32"))
+    return cast(jnp.where(each > _SQUARINGS, jnp.nan, found), self.dtype)

@@ -372,7 +372,7 @@ def _with_constants(
                 looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
             )
         except DataDependentError as error:
-            refused = refused or error
+            refused = error  # it came further
     assert refused is not None
     raise refused
 

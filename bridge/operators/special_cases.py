@@ -188,6 +188,8 @@ def _feature_zeros(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @own_rule("aten.set_.source_Tensor")
 def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
+    if source is target:
+        return target
     node = target.node.root if type(target) is Traced else None
     if (
         node is None

@@ -109,9 +109,11 @@ def _outs(
         )
     if isinstance(out, tuple | list):
         return type(out)([_outs(o, lanes, metas, device) for o in out])
-    # a device, or the name of one, would be the meta device's
     if out is None or isinstance(out, bool | int | float | torch.dtype):
         return out
+    if isinstance(out, torch.device) and (metas or out.type != "meta"):
+        return device if out.type == "meta" else out
+    # the name of a device may be the meta device's
     raise Unrecordable(f"a result of {type(out)}")
 
 
@@ -352,7 +354,7 @@ def _traced(
             with push(PLAIN), _Draws() as draws:
                 traced = [_operand(v, a) for v, a in zip(values, avals, strict=True)]
                 out = func(*filled(args, traced, numbers), **filled(kwargs, traced, numbers))
-            outs = _outs(out, _mapped(avals))
+            outs = _outs(out, _mapped(avals), traced)
             found.append(
                 Op(
                     func,

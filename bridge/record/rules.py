@@ -67,10 +67,12 @@ def _resized(
 
 def _exchanged(
     recorder: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> NoReturn:
+) -> None:
     """Functions that set a tensor's memory or grad: not even a trace can do that to a tensor from
-    outside.
+    outside, unless the memory is the tensor's own: Module.to, where nothing changes.
     """
+    if args[-1] is args[0]:
+        return
     if type(args[0]) is not Recorded and type(args[-1]) is not type(None):
         raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]
     raise Unrecordable(str(func))

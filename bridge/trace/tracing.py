@@ -568,6 +568,8 @@ def at_memory(
         return _shown(value_of(args[0]), args[0].device, None)
     if func == torch.Tensor.grad.__set__ and type(args[1]) is not Traced:  # type: ignore[attr-defined]
         return func(*args, **kwargs)
+    if args[1] is args[0]:  # Module.to, where nothing changes
+        return None
     raise exchanged("grad" if func == torch.Tensor.grad.__set__ else "data")  # type: ignore[attr-defined]
 
 

@@ -454,7 +454,7 @@ _SAVED = Other(
     "The values that JAX keeps for its derivatives are not those that PyTorch would save, "
     "so hooks on these could not be called.",
     match="don't yet support saved tensor hooks",
-    ways="functionalize, jit",
+    ways="jit",
 )
 _KEPT = (
     "JAX's values are never changed in place, so that the gradient is right "
@@ -466,7 +466,7 @@ _INFERENCE = Other(
     "differentiate them.",
     when="inside",
     tensors="passed",
-    ways="grad, jit(grad), jvp",
+    ways="jit(grad)",
 )
 
 
@@ -533,7 +533,7 @@ state(
         "While a function runs in JAX, autocast keeps no copies of weights, and "
         "is_autocast_cache_enabled() is False.",
         when="between",
-        ways="functionalize, jit, jit(grad)",
+        ways="jit, jit(grad)",
     ),
 )
 state(
@@ -941,7 +941,7 @@ state(
     "allow_mutation_on_saved_tensors",
     lambda _: torch.autograd.graph.allow_mutation_on_saved_tensors(),
     _changed_after,
-    Other("works", _KEPT, when="inside", ways="functionalize, jit"),
+    Other("works", _KEPT, when="inside", ways="jit"),
     Other("works", _KEPT, when="between"),
 )
 
@@ -1114,13 +1114,24 @@ _WRAPS = (
     "The function gives the captured weight other memory, or reads its memory, which the weight "
     "does not have while a function runs in JAX."
 )
-state("register_parametrization, and removed", _parametrized, Program.linear)
+state(
+    "register_parametrization, and removed",
+    _parametrized,
+    Program.linear,
+    Other(
+        "works",
+        "It sets the weight's memory to the weight's own, which changes nothing; torch.func "
+        "refuses it.",
+        when="inside",
+        ways="jit(grad)",
+    ),
+)
 state("parametrize.cached", lambda _: parametrize.cached(), _layer_runs_after, make=_parametrize)
 state(
     "DistributedDataParallel made there",
     lambda p: _flag(functools.partial(setattr, p, "layer"), _ddp(p.layer), p.layer),
     Program.linear,
-    Other("refused", _WRAPS, when="inside", ways="functionalize, jit", match="not allocated"),
+    Other("refused", _WRAPS, when="inside", ways="jit", match="not allocated"),
 )
 state("evaluation mode", lambda p: _flag(p.layer.train, False, True), make=_add_dropout)
 state(
@@ -1150,23 +1161,7 @@ for _name, _set, _body in (
         Program.linear,
     ),
 ):
-    state(
-        f"{_name}, left so",
-        None,
-        _body,
-        *[
-            Other(
-                "differs",
-                "A transform leaves the grad mode as it was before the call.",
-                when="inside",
-                ways="functionalize",
-            )
-        ]
-        * (_name == "grad mode"),
-        wrap=_left(_set),
-        rtol=0.03,
-        atol=0.03,
-    )
+    state(f"{_name}, left so", None, _body, wrap=_left(_set), rtol=0.03, atol=0.03)
 
 
 def cells() -> Iterator[tuple[str, str, str, str]]:

@@ -104,16 +104,18 @@ class NNXBlock(nnx.Module):
         approximate: bool = False,
         residual: bool = True,
         heads: bool = True,
+        scale: float = 0.5,
     ) -> None:
         self.norm1, self.norm2 = (nnx.LayerNorm(8, epsilon=e, rngs=rngs) for e in (1e-5, eps))
         self.q, self.k, self.v, self.out = (nnx.Linear(8, 8, rngs=rngs) for _ in range(4))
         self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
         self.axis, self.approximate, self.residual, self.heads = axis, approximate, residual, heads
+        self.scale = scale
 
     def __call__(self, x: Any) -> Any:
         y = self.norm1(x)
         q, k, v = (f(y).reshape(*y.shape[:2], 2, 4) for f in (self.q, self.k, self.v))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * self.scale
         weights = jax.nn.softmax(scores, self.axis)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
         mixed = mixed.reshape(x.shape) if self.heads else mixed.swapaxes(1, 2).reshape(x.shape)
@@ -172,6 +174,7 @@ RIGHT = {
 }
 
 
+#: In the place of an input without a shape.
 WORDS = torch.tensor([[1, 5, 3, 6], [2, 2, 0, 4]])
 
 
@@ -297,11 +300,8 @@ class Sum(nn.Module):
         return x.sum(1)
 
 
-def batch_norm(params: Any, state: Any, x: Any, train: bool) -> Any:
-    """With the module's names; its momentum is the share of the old statistics."""
-    mean, var = (
-        (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
-    )
+def batch_norm(params: Any, state: Any, x: Any, train: bool, momentum: float = 0.1) -> Any:
+    """With the module's names; momentum is the share of the old statistics."""
     x = x @ params["0.weight"].T + params["0.bias"]
     mean, var = (
         (x.mean(0), x.var(0)) if train else (state["1.running_mean"], state["1.running_var"])
@@ -309,8 +309,45 @@ def batch_norm(params: Any, state: Any, x: Any, train: bool) -> Any:
     y = (x - mean) / jnp.sqrt(var + 1e-5) * params["1.weight"] + params["1.bias"]
     if train:
         new = {"1.running_mean": mean, "1.running_var": x.var(0, ddof=1)}
-        state = state | {name: 0.1 * state[name] + 0.9 * x for name, x in new.items()}
+        state = state | {
+            name: momentum * state[name] + (1 - momentum) * x for name, x in new.items()
+        }
     return y, state
+
+
+def recurrent_port(params: Any, words: Any, gates: str = "ifgo", start: float = 0.0) -> Any:
+    """Of ``Recurrent``, with the module's names; start: the hidden state at first."""
+
+    def linear(x: Any, name: str) -> Any:
+        return x @ params[f"lstm.weight_{name}_l0"].T + params[f"lstm.bias_{name}_l0"]
+
+    def step(carry: Any, x: Any) -> Any:
+        h, c = carry
+        parts = jnp.split(linear(x, "ih") + linear(h, "hh"), 4, -1)
+        gate = {name: jax.nn.sigmoid(part) for name, part in zip(gates, parts, strict=True)}
+        c = gate["f"] * c + gate["i"] * jnp.tanh(parts[gates.index("g")])
+        return (gate["o"] * jnp.tanh(c), c), None
+
+    x = params["embedding.weight"][words].swapaxes(0, 1)
+    begin = jnp.full((x.shape[1], 5), start, x.dtype)
+    (h, _), _ = lax.scan(step, (begin, jnp.zeros_like(begin)), x)
+    return h @ params["head.weight"].T + params["head.bias"]
+
+
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(2, 3, 3), nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x).flatten(1))
+
+
+def flattened_port(params: Any, x: Any, last: bool = False) -> Any:
+    """Of ``Flattened``; last: its channels are the last dimension where it is flattened."""
+    x = lax.conv(x, params["conv.weight"], (1, 1), "VALID") + params["conv.bias"][:, None, None]
+    x = x.transpose(0, 2, 3, 1) if last else x
+    return x.reshape(len(x), -1) @ params["fc.weight"].T + params["fc.bias"]
 
 
 class Deep(nn.Module):
@@ -368,6 +405,26 @@ WRONG = {
         "1",
         "running_mean",
         "train",
+    ),
+    "statistics that are not updated": Wrong(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+        functools.partial(batch_norm, momentum=1.0),
+        (6, 3),
+        "1",
+        "running_mean",
+        "train",
+    ),
+    "no scale in an attention": Wrong(
+        Block, block(scale=1.0), (2, 5, 8), "", "div", words="q @ k.mT / 2"
+    ),
+    "the gates of an LSTM in another order": Wrong(
+        Recurrent, functools.partial(recurrent_port, gates="ifog"), (), "lstm", "lstm"
+    ),
+    "a hidden state that begins with ones": Wrong(
+        Recurrent, functools.partial(recurrent_port, start=1.0), (), "lstm", "lstm"
+    ),
+    "channels last where a linear layer follows": Wrong(
+        Flattened, functools.partial(flattened_port, last=True), (3, 2, 4, 4), "fc", "linear"
     ),
     "a convolution padded as SAME": Wrong(
         CNN, FlaxCNN(padding="SAME"), (2, 2, 8, 8), "conv1", "conv2d"
@@ -500,7 +557,7 @@ def test_the_layer_of_a_fault_is_named(name: str) -> None:
     found = port_parity(
         module,
         wrong.port,
-        torch.randn(wrong.shape),
+        torch.randn(wrong.shape) if wrong.shape else WORDS,
         dtypes=["float64"],
         modes=modes,
         **wrong.options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,8 +33,12 @@ def vision() -> ModuleType:
 )
 def test_outputs_and_gradients_in_both_modes(vision: ModuleType, name: str) -> None:
     found = vision.measured(name, vision.COMPARED)
-    assert not vision.why_wrong(name, found), found
+    assert not vision.why_wrong(found), found
 
 
-def test_there_are_sixty_models(vision: ModuleType) -> None:
+def test_sixty_models_are_on_the_page(vision: ModuleType) -> None:
     assert len(set(vision.MODELS)) == 60
+    stored = json.loads(vision.RESULTS.read_text())
+    assert set(stored["models"]) == set(vision.MODELS)
+    written = vision.page(stored["models"], stored["about"])
+    assert vision.PAGE.read_text() == written, "run: python docs/vision.py"

@@ -26,6 +26,7 @@ _OURS = tuple(
 )
 _INSTALLED, _STANDARD = sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"]
 _TORCH, _JAX = (os.path.join(os.path.dirname(package.__file__), "") for package in (torch, jax))
+_OPTIM = os.path.join(_TORCH, "optim", "")
 _LIBRARIES = (_INSTALLED, _STANDARD, _TORCH, _JAX)
 
 
@@ -128,9 +129,23 @@ _ADVICE = {
 }
 
 
+_OF_OPTIMIZERS = (
+    "torch.optim asks for the value here. With capturable=True its optimizers and functions that "
+    "have this argument compute with tensors alone; adafactor has no such way."
+)
+
+
 def advice(error: BaseException) -> list[str]:
     """What there is to do about an error in the words of PyTorch or JAX that do not say it."""
     return [advised for words, advised in _ADVICE.items() if words in str(error)]
+
+
+def _in_optimizer(error: BaseException) -> bool:
+    """Whether a function of torch.optim was running."""
+    place = error.__traceback__
+    while place is not None and not place.tb_frame.f_code.co_filename.startswith(_OPTIM):
+        place = place.tb_next
+    return place is not None
 
 
 def for_user(error: BaseException) -> None:
@@ -142,7 +157,10 @@ def for_user(error: BaseException) -> None:
     is the user's. A bare ``raise`` after this adds no frame. With TORCHFUNC_JAX_TRACEBACK=full in
     the environment all frames stay.
     """
-    if type(error).__module__ != __name__:  # our own errors say it themselves
+    if isinstance(error, DataDependentError):
+        if _in_optimizer(error) and _OF_OPTIMIZERS not in getattr(error, "__notes__", ()):
+            error.add_note(_OF_OPTIMIZERS)
+    elif type(error).__module__ != __name__:  # our own errors say it themselves
         text = str(error)
         # to the user it is a Tensor
         if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("bridge."):

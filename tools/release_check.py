@@ -195,7 +195,7 @@ def typed_usage(python: str, path: str) -> str:
     """A user's typed program: pyright and mypy know all types in it, and it runs."""
     install(python, path, "[checkpoints,export]")
     folder = in_empty_folder(python)
-    shutil.copy(ROOT / "tests" / "typed_usage.py", folder)
+    shutil.copy(ROOT / "tests" / "lib" / "typed_usage.py", folder)
     of = executable(python)
     run([sys.executable, "-m", "pyright", "--pythonpath", of, "typed_usage.py"], folder)
     strict = ["--config-file=", "--strict", "--disallow-any-unimported", "--python-executable", of]
@@ -247,6 +247,8 @@ def left() -> list[str]:
             "into CITATION.cff"
         )
     for row in json.loads(RESULTS.read_text()):
+        if row.get("switch"):  # a coming default of JAX's, which no release needs
+            continue
         name = ", ".join(map(str, row["combination"]))
         if row["failures"] or row["problem"]:
             found.append(

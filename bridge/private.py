@@ -528,7 +528,10 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
 
 def is_fake(x: object) -> bool:
     """Whether x is a FakeTensor, which has a shape and no values."""
-    return isinstance(x, torch._subclasses.fake_tensor.FakeTensor)
+    fake: Any = torch._subclasses.fake_tensor
+    # from torch 2.15 on, a fake tensor may also be a plain Tensor that C++ knows to be one
+    known = getattr(fake, "is_fake_tensor", None)
+    return isinstance(x, fake.FakeTensor) if known is None else known(x)
 
 
 def without_memory(t: torch.Tensor) -> str:

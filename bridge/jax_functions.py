@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, subjaxprs
 from torch.overrides import handle_torch_function, has_torch_function
 
-from bridge import modules, private
+from bridge import modules, private, private_jax
 from bridge.boundary import autograd
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
@@ -229,7 +229,9 @@ class _Program(Unsearched):
 
 def _primitives(jaxpr: Jaxpr) -> set[str]:
     """The names of the primitives in a jaxpr and in the jaxprs inside it."""
-    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*map(_primitives, subjaxprs(jaxpr)))
+    found = [private_jax.ruled(eqn) for eqn in jaxpr.eqns]
+    inner = {*subjaxprs(jaxpr), *[inside for _, inside in found if inside is not None]}
+    return {name for name, _ in found}.union(*map(_primitives, inner))
 
 
 class _Node(autograd.Untransformed):

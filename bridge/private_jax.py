@@ -473,6 +473,32 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
     return jaxpr, consts, carried
 
 
+# With the options jax_remat3, jax_custom_jvp3 and jax_custom_vjp3 these are one primitive, which
+# has an object of such a class.
+_RULED = {
+    "RematTraced": "checkpoint",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+}
+
+
+def ruled(eqn: Any) -> tuple[str, Any]:
+    """(the name of an equation's primitive, the jaxpr that it runs if it is a "checkpoint",
+    "custom_jvp_call" or "custom_vjp_call", or else None).
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "call_hi_primitive":
+        name, params = _RULED.get(type(params["_prim"]).__name__, name), params["_prim"].params
+    elif name in ("remat", "remat2"):  # its names in different versions of JAX
+        name = "checkpoint"
+    if name not in _RULED.values():
+        return name, None
+    inner = next(params[k] for k in ("call_jaxpr", "traced", "jaxpr") if k in params)
+    for _ in ("traced", "closed"):
+        inner = getattr(inner, "jaxpr", inner)
+    return name, inner
+
+
 def mapped_by_jax(tracer: Any = None) -> bool:
     """Whether a tracer, or without one the present trace, is inside a jax.vmap."""
     mapping = jax._src.interpreters.batching.BatchTrace

@@ -238,18 +238,18 @@ def _followed(eqn: JaxprEqn) -> Jaxpr | None:
     JAX 0.12 keeps the calls of jitted functions in a derivative (that of jax.vjp calls them
     "vjp_node[jit]"); earlier versions inline them.
     """
-    # its names in different versions of JAX
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2"):
-        return eqn.params["jaxpr"]
+    name, inside = private_jax.ruled(eqn)
+    if name == "checkpoint":
+        return inside
     if (
         eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]")
         and eqn.params["name"] != "of_inputs_alone"
     ):
         inner = eqn.params["jaxpr"]
         return getattr(inner, "jaxpr", inner)  # it may be closed
-    inner = eqn.params["call_jaxpr"].jaxpr if eqn.primitive.name == "custom_jvp_call" else None
     return (
-        inner
-        if inner is not None and [e.params.get("name") for e in inner.eqns] == ["of_inputs_alone"]
+        inside
+        if name == "custom_jvp_call"
+        and [e.params.get("name") for e in inside.eqns] == ["of_inputs_alone"]
         else None
     )

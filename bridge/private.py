@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import types
@@ -240,9 +241,10 @@ def opaque(
     # a version without strategies has the attributes below, which break the graph at a call
     with contextlib.suppress(AttributeError):
         frames = torch._C._dynamo.eval_frame
-        # the frame, and the frames that it calls
+        # the frame, and the frames that it calls; of a decorated function that of its own, because
+        # all functions with this decorator share the code around it
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
+        frames.set_code_exec_strategy(inspect.unwrap(function).__code__, skip)
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return function
 

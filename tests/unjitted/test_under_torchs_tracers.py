@@ -261,6 +261,7 @@ MADE: dict[str, Callable[[Any, Callable[[Any], Any]], Callable[[torch.Tensor], A
         [
             ("jit", "compile, fullgraph"),
             ("grad in vmap", "compile, fullgraph"),
+            ("pushforward", "compile, fullgraph"),
             ("pullback", "torch.func.jvp"),
             ("pushforward", "torch.func.jvp"),
         ],

@@ -16,7 +16,7 @@ import jax
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 from torch.utils.data import DataLoader, TensorDataset
 
 import bridge

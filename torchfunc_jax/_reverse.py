@@ -259,6 +259,7 @@ def gradients_and_value(
     api: str = "grad_and_value(f)(*args)",
 ) -> tuple[Any, Any]:
     """The gradients and the value; api: how errors name the call."""
+    _args.check(argnums)
     finish = functools.partial(_scalar, has_aux=has_aux, api=api)
     leaves, spec = trees.flatten((args, kwargs))
 

@@ -372,7 +372,7 @@ def _with_constants(
                 looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
             )
         except DataDependentError as error:
-            refused = error  # it came further
+            refused = refused or error
     assert refused is not None
     raise refused
 

@@ -96,7 +96,9 @@ _BY_VALUE = object()  # in the place of the entry of an operator that needs its 
 # how often the whole record so far is run when Python asks for values; later only what has been
 # added since
 _WHOLE = 2
-_SHOWN = 8  # a function that shows more tensors in this way runs in PyTorch from its next call on
+#: A function that shows more tensors in this way runs in PyTorch from its next call on, which
+#: computes each of them once.
+SHOWN = 8
 # how many entries run for that in one call, a matter of seconds; then the function starts again
 _REPLAYED = 50_000
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -742,8 +744,6 @@ class Recorder(TorchFunctionMode):
         entered.
         """
         self.shows += 1
-        if self.shows > _SHOWN:  # PyTorch is quicker, because it computes each of them once
-            self.refused = Unrecordable("many tensors that are shown")
         self.replayed += len(self.trace)
         if self.replayed > _REPLAYED:
             raise Unrecordable("many tensors that are shown")

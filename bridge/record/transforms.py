@@ -27,7 +27,7 @@ from bridge.record import replay
 from bridge.record.in_torch import InTorch, Pull
 from bridge.record.kept_tensors import Left
 from bridge.record.programs import NotCompiled, run
-from bridge.record.recorder import Recorder
+from bridge.record.recorder import SHOWN, Recorder
 from bridge.record.tensor import Aval
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import Unrecordable, state
@@ -203,6 +203,8 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
             kept.fill_in(recorder, found[len(refs) :])
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)
+        if recorder.shows > SHOWN:
+            recorder.refused = Unrecordable("many tensors that are shown")
         if recorder.lasting:
             recorder.inputs = inputs
         return build(found[: len(refs)])

@@ -64,6 +64,11 @@ def all_equal(t):
 @pytest.mark.parametrize("compile", [lambda f: f, jit], ids=["eager", "jit"])
 def test_three_kinds(name, compile):
     f = OPERATORS[name]
+    if name == "Dirichlet.rsample" and compile is not jit:
+        # a Function of PyTorch's old kind: torch.func refuses it
+        with pytest.raises(RuntimeError, match="setup_context"):
+            vmap(f)(x)
+        return
     with pytest.raises(RuntimeError, match="randomness error mode"):
         compile(vmap(f))(x)
     assert all_equal(compile(vmap(f, randomness="same"))(x))

@@ -39,15 +39,13 @@ _ALIGNMENT = 16  # bytes: XLA's programs for accelerators take no input that beg
 
 
 @private.opaque
-def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Array:
+def to_jax(t: torch.Tensor) -> jax.Array:
     """The tensor's values as a jax.Array; shares memory if strides, alignment and device allow it,
     else a copy.
 
     Args:
         t: strided tensor of any shape, on cpu or cuda; conj and neg bits are resolved; may require
             grad.
-        waited: the CUDA devices on which JAX waits already for what torch computes, if several
-            tensors are converted at once.
 
     Returns:
         jax.Array: same shape and dtype (64-bit types need ``jax.enable_x64``), on the device
@@ -56,31 +54,40 @@ def to_jax(t: torch.Tensor, waited: list[torch.device] | None = None) -> jax.Arr
     Raises:
         TypeError: sparse, quantized, meta, nested tensors and dtypes that JAX lacks.
     """
-    return crossing(t, waited)[0]
+    return crossings([t])[0][0]
 
 
-def crossing(t: torch.Tensor, waited: list[torch.device] | None = None) -> tuple[jax.Array, int]:
-    """``to_jax``, and a number that stands for the tensor's shape, strides, dtype and device."""
-    entry = process.arrays.get(id(t))
-    if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
-        seen = entry[3]
-        if seen[0] == t._version:
-            return entry[1], seen[1]
-        # resize_ and similar methods change the version and the shape, but not the address
-        if seen[2] == t.shape and t.is_contiguous():
-            seen[0] = t._version
-            return entry[1], seen[1]
-    waited = [] if waited is None else waited
-    if _is_plain(t):
-        return _shared(t, waited) if t.is_cuda else _in_place(t, t.detach()), _signature(t)
-    # these operations run on the tensor itself and now, even inside a trace or a user's own jax.jit
-    with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
-        return _cross(t, waited), _signature(t)
-
-
-def crossed(given: Iterable[torch.Tensor], waited: list[torch.device]) -> list[jax.Array]:
-    """``to_jax`` of each of these tensors."""
-    return [crossing(t, waited)[0] for t in given]
+def crossings(found: Iterable[torch.Tensor]) -> tuple[list[jax.Array], list[int]]:
+    """``to_jax`` of each of these tensors, and for each a number that stands for its shape,
+    strides, dtype and device.
+    """
+    arrays: list[jax.Array] = []
+    signatures: list[int] = []
+    # the CUDA devices on which JAX waits already for what torch computes
+    waited: list[torch.device] = []
+    known = process.arrays
+    for t in found:
+        entry = known.get(id(t))
+        if entry is not None and entry[0]() is t and entry[2] == t.data_ptr():
+            seen = entry[3]
+            version = t._version
+            # resize_ and similar methods change the version and the shape, but not the address
+            if seen[0] != version and seen[2] == t.shape and t.is_contiguous():
+                seen[0] = version
+            if seen[0] == version:
+                arrays.append(entry[1])
+                signatures.append(seen[1])
+                continue
+        if _is_plain(t):
+            array = _shared(t, waited) if t.is_cuda else _in_place(t, t.detach())
+        else:
+            # these operations run on the tensor itself and now, even inside a trace or a user's own
+            # jax.jit
+            with private.below_python(), jax.enable_x64(True), jax.ensure_compile_time_eval():
+                array = _cross(t, waited)
+        arrays.append(array)
+        signatures.append(_signature(t))
+    return arrays, signatures
 
 
 def _cross(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:

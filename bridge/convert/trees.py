@@ -130,14 +130,10 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
             leaves.append(tree)
             return LEAF
         items, context = found
-    specs: list[Spec | None] = []
-    for item in items:
-        if type(item) in ATOMS and is_leaf is None:
-            leaves.append(item)
-            specs.append(LEAF)
-        else:
-            specs.append(_flatten(item, leaves, is_leaf))
-    return _make(kind, context, tuple(specs))
+    if is_leaf is None and ATOMS.issuperset(map(type, items)):
+        leaves += items
+        return _make(kind, context, (LEAF,) * len(items))
+    return _make(kind, context, tuple([_flatten(item, leaves, is_leaf) for item in items]))
 
 
 def _open(tree: Any) -> tuple[Any, Any] | None:
@@ -199,7 +195,11 @@ def unflatten(spec: Spec | None, leaves: Iterable[Any]) -> Any:
 def _build(spec: Spec | None, source: Iterator[Any]) -> Any:
     if spec is LEAF:
         return next(source)
-    items = [next(source) if c is LEAF else _build(c, source) for c in spec.children]
+    children = spec.children
+    if not any(children):
+        items = [*itertools.islice(source, spec.count)]
+    else:
+        items = [_build(c, source) for c in children]
     kind, context = spec.kind, spec.context
     if kind is tuple:
         return tuple(items)

@@ -93,8 +93,7 @@ class ProgramNode(torch.autograd.Function):
                 grads = [g if d else None for g, d in zip(grads, direct, strict=True)]
         else:
             with rewording(), jax.enable_x64(True), compiling.at_call():
-                waited: list[torch.device] = []
-                found = ctx.back([tensors.to_jax(c, waited) for c in cts])
+                found = ctx.back(tensors.crossings(cts)[0])
             need = [n and d for n, d in zip(ctx.needs_input_grad[4:], direct, strict=True)]
             made = unpacked(found, need, ctx.compiled.runs_on)
             grads = [made.get(k) for k in range(len(need))]

@@ -164,7 +164,7 @@ class Compiled:
         self.seconds, self.calls, self.used = 0.0, 0, 0
         self.jitted: list[Any] = []
         self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
-        self.signatures = [tensors.crossing(p.get())[1] for p in program.places]
+        self.signatures = tensors.crossings([p.get() for p in program.places])[1]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = program.packing(not tiered) if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
@@ -305,15 +305,10 @@ class Compiled:
             found = [p.get() for p in program.places]
         except GONE_ERRORS:
             return None
-        arrays, waited = [], list[torch.device]()
-        for t, signature in zip(found, self.signatures, strict=True):
-            if not isinstance(t, torch.Tensor):
-                return None
-            array, now = tensors.crossing(t, waited)
-            if now != signature:
-                return None
-            arrays.append(array)
-        return found, arrays
+        if not all(isinstance(t, torch.Tensor) for t in found):
+            return None
+        arrays, signatures = tensors.crossings(found)
+        return (found, arrays) if signatures == self.signatures else None
 
     def inputs(self, leaves: list[Any], captured: list[torch.Tensor]) -> list[Any]:
         """The program's inputs: the arguments among the leaves, and the captured tensors."""

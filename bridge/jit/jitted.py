@@ -247,21 +247,21 @@ class Jitted:
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
         if len(leaves) > 1 and len({*map(id, leaves)}) < len(leaves):
             leaves = without_twins(leaves)
-        inputs: list[Any] = []
-        numbers: list[Any] = []
-        key: list[Any] = [spec]
+        found = [x for x in leaves if isinstance(x, torch.Tensor)]
+        crossed, signatures = tensors.crossings(found)
         recording = torch.is_grad_enabled()
+        graded = [i for i, x in enumerate(found) if x.requires_grad] if recording else []
+        key: list[Any] = [spec, *signatures]
+        if graded:
+            key.append((torch.Tensor, *graded))
+        inputs: list[Any] = crossed if len(found) == len(leaves) else []
+        numbers: list[Any] = []
         torch_out = True
-        grads = False
-        waited: list[torch.device] = []
-        for x in leaves:
+        source = iter(crossed)
+        for x in leaves if inputs is not crossed else ():
             if isinstance(x, torch.Tensor):
-                array, signature = tensors.crossing(x, waited)
-                inputs.append(array)
-                key.append(signature)
-                if recording and x.requires_grad:
-                    grads = True
-                    key.append(-len(inputs))  # signatures are not negative
+                inputs.append(next(source))
+                key.append(torch.Tensor)
             elif isinstance(x, jax.Array):
                 inputs.append(x)
                 key.append(
@@ -303,7 +303,7 @@ class Jitted:
                 captured = entry.captured(leaves)
                 if captured is not None:
                     try:
-                        return self._run(entry, leaves, inputs, captured, grads, given)
+                        return self._run(entry, leaves, inputs, captured, bool(graded), given)
                     except Misfit:
                         misfit = True
         start = time.perf_counter()
@@ -332,7 +332,7 @@ class Jitted:
             state.undone = None
         captured = entry.captured(leaves)
         assert captured is not None
-        out = self._run(entry, leaves, inputs, captured, grads, given)
+        out = self._run(entry, leaves, inputs, captured, bool(graded), given)
         entry.seconds += time.perf_counter() - start
         family = self._families.get(whole)
         if family is not None and entry.program.changes:

@@ -422,8 +422,7 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
             raise Unrecordable("inputs that share memory")
     if recorder.lasting and compiled.program.is_random:
         raise Unrecordable("random numbers that have to be drawn twice")
-    waited: list[torch.device] = []
-    inputs = [] if compiled.idle else tensors.crossed(given, waited)
+    inputs = [] if compiled.idle else tensors.crossings(given)[0]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
     captured, arrays = (compiled.captured() if compiled.program.places else None) or ([], [])
     try:

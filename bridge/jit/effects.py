@@ -46,6 +46,8 @@ class Change:
         identity: that of the holder.
         what, key: what is done, and at which key.
         counts: whether a number takes the place of a number.
+        there: whether an attribute or a variable that the change makes or deletes was there before;
+            None: it does neither.
     """
 
     holder: Holder = dataclasses.field(compare=False)
@@ -53,6 +55,7 @@ class Change:
     what: str
     key: Any
     counts: bool = dataclasses.field(compare=False)
+    there: bool | None = dataclasses.field(compare=False)
 
     def owner(self) -> Any:
         return self.holder.owner()
@@ -112,6 +115,7 @@ def noted(
     def run(*args: Any, **kwargs: Any) -> Any:
         root = state.level.root
         arguments = _arguments(call, (args, kwargs))
+        names = [(t, set(vars(t))) for t in arguments.values()]
         grads = LeafGradients({id(t): i for i, t in arguments.items()})
         if not any(isinstance(x, jax.Array) for x in call.arrays):
             root.grads = grads
@@ -166,6 +170,8 @@ def noted(
                                 if not _of_trace(v)
                             ],
                         )
+            if any(map(found.sets, [n for t, old in names for n in vars(t).keys() - old])):
+                raise CalledItself("it gives attributes to a tensor among its arguments")
             both = {type(node) for node, *_ in nodes if trees.children(node) is None} & {
                 *map(type, found.alive)
             }
@@ -304,8 +310,11 @@ class _Recipes:
                     and _is_number(before)
                     and (_is_number(value) or python_numbers.is_input(value))
                 )
+                there = None
+                if holder.of and not holder.of_argument and before is MISSING:
+                    there = what == "delete" or (None if what != "set" else False)
                 recipe = self._of(value, functools.partial(holder.named, key))
-                found.append((Change(holder, holder.identity, what, key, counts), recipe))
+                found.append((Change(holder, holder.identity, what, key, counts, there), recipe))
         return found
 
     def result(self, out: Any) -> Any:

@@ -283,13 +283,13 @@ class Jitted:
             else:
                 try:
                     key.append(identical(x))
-                except TypeError as error:
+                except (TypeError, ValueError) as error:
                     raise _unhashable(error) from None
         key += (by_torch(self._random), torch_out, recording, guards.ambient())
         whole = tuple(key)
         try:
             family = self._families.get(whole)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise _unhashable(error) from None
         misfit = False
         tried: list[Compiled] = []
@@ -688,7 +688,7 @@ class Jitted:
         self._families.clear()
 
 
-def _unhashable(error: TypeError) -> TypeError:
+def _unhashable(error: Exception) -> TypeError:
     return TypeError(
         f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a "
         "closure or as a tensor"

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -256,10 +256,10 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     for attempt in range(1 + _TRACES):
         if attempt < 2:
             found = closure_scan.scan(*roots, deeper=attempt > 0)
-            for place, iterator in found.reached(found.iterators):
-                raise CalledItself(
-                    f"{place} is a {type(iterator).__name__}, which gives something else each time"
-                )
+            for reason in found.refused():
+                raise CalledItself(reason)
+            if any(map(found.names, [n for x in call.leaves if is_array(x) for n in _extra(x)])):
+                raise CalledItself("it reads an attribute that a tensor among its arguments has")
             candidates = [
                 (t, place)
                 for key, (t, place) in found.tensors.items()
@@ -292,6 +292,11 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         f"(shapes {shapes}), so that none can become an input of the program; pass them as "
         "arguments, or keep them"
     )
+
+
+def _extra(x: Any) -> Iterable[str]:
+    """The names of the attributes that a tensor has been given."""
+    return getattr(x, "__dict__", ()) if type(x) in (torch.Tensor, torch.nn.Parameter) else ()
 
 
 def _gradients(
@@ -531,7 +536,16 @@ def trace(
     program = Program(
         closed.replace(jaxpr=jaxpr),
         places,
-        Guards(found, asked, info["read"]),
+        Guards(
+            found,
+            asked,
+            info["read"],
+            [
+                (c.holder.entry(c.key), c.there)
+                for c in info["changes"]
+                if c.there is not None and (c.key is None or found.names(c.key))
+            ],
+        ),
         spec,
         static,
         is_tensor,

@@ -182,8 +182,8 @@ class Found:
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
-        # (place, iterator) of those whose state Python cannot compare
-        self.iterators: list[tuple[Place, Any, _Way]] = []
+        # (place, object) of those whose state Python cannot compare, or not put back
+        self.opaque: list[tuple[Place, Any, _Way]] = []
         # how deep an object was searched, and the ways to it
         self._visited: dict[int, tuple[int, list[_Way]]] = {}
         self._edges: list[_Edge] = []
@@ -300,6 +300,15 @@ class Found:
         of that name.
         """
         return name in self._stored or not _ANY_NAME.isdisjoint(self._stored) or self._named is None
+
+    def refused(self) -> Iterator[str]:
+        """What no program can follow, in words."""
+        for place, x in self.reached(self.opaque):
+            if isinstance(x, contextvars.ContextVar):
+                if "set" in self._names:
+                    yield f"it may set the context variable {x.name}, which has no value yet"
+            elif not isinstance(x, _IN_MEMORY) or not _READING.isdisjoint(self._names):
+                yield f"{place} is a {type(x).__name__}, which gives something else each time"
 
     def python_generators(self) -> list[Any]:
         """The generators of random numbers of Python's and NumPy's that the
@@ -524,8 +533,8 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
     if isinstance(x, torch.optim.Optimizer):
         found.optimizers[id(x)] = x
     # a context manager as a decorator makes its generator anew
-    if isinstance(x, Iterator) and _opaque(x) and place.key != "gen":
-        found.iterators.append((place, x, edge))
+    if _opaque(x) and place.key != "gen":
+        found.opaque.append((place, x, edge))
     if isinstance(x, torch.Generator):
         found.generators.append(x)
     elif isinstance(x, types.ModuleType):
@@ -577,11 +586,16 @@ def _replaceable(x: Any) -> bool:
 
 
 def _opaque(x: Any) -> bool:
-    """Whether C or a library keeps the state of an object where it cannot be compared; files are
+    """Whether C or a library keeps the state of an object where it cannot be compared, as that of
+    an iterator, or not put back, as that of a context variable that has no value yet; files are
     outside of the process.
     """
-    return not isinstance(x, io.IOBase) and (
-        of_library(type(x).__module__) or not hasattr(x, "__dict__")
+    if isinstance(x, contextvars.ContextVar):
+        return x.get(x) is x
+    return isinstance(x, _IN_MEMORY) or (
+        isinstance(x, Iterator)
+        and not isinstance(x, io.IOBase)
+        and (of_library(type(x).__module__) or not hasattr(x, "__dict__"))
     )
 
 
@@ -709,6 +723,11 @@ def _frozen(x: object, room: Iterator[int]) -> Any:
     if isinstance(x, _BUFFERS) and memoryview(x).nbytes <= _BYTES:
         return type(x), memoryview(x).format, bytes(memoryview(x))
     raise TypeError
+
+
+#: Files in memory, and methods by which code reads from them.
+_IN_MEMORY = io.StringIO | io.BytesIO
+_READING = frozenset({"read", "read1", "readinto", "readline", "readlines", "next"})
 
 
 #: Types that are compared by content.

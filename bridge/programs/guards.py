@@ -152,6 +152,8 @@ class Guards:
         asked: tensors whose values the function has asked for, with their places.
         read: the places of the ``.grad``s that were read in the trace and are to be compared; None:
             those that the function names.
+        there: places that the function reads and fills, or empties, each with whether something
+            must be there before.
     """
 
     __slots__ = (
@@ -167,6 +169,7 @@ class Guards:
         "places",
         "single",
         "sizes",
+        "there",
     )
 
     def __init__(
@@ -174,7 +177,9 @@ class Guards:
         found: closure_scan.Found,
         asked: Sequence[tuple[torch.Tensor, Place]] = (),
         read: Sequence[tuple[Place, Any]] | None = None,
+        there: Sequence[tuple[Place, bool]] = (),
     ) -> None:
+        self.there = there
         self.asked = [(place, _content(t)) for t, place in asked]
         self.modules: list[
             tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]
@@ -229,6 +234,7 @@ class Guards:
             or self.sizes
             or self.absent
             or self.asked
+            or self.there
         )
 
     def hold(self) -> bool:
@@ -293,7 +299,7 @@ class Guards:
                     return False
         except GONE_ERRORS:
             return False
-        return True
+        return all((current(place) is not GONE) is there for place, there in self.there)
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
@@ -353,6 +359,9 @@ class Guards:
             attributes = current(where) if isinstance(where, Place) else where
             for name in names.intersection(attributes if attributes is not GONE else ()):
                 yield f"an object that the function uses has been given an attribute {name}"
+        for place, there in self.there:
+            if (current(place) is not GONE) is not there:
+                yield f"{place} {'is no longer there' if there else 'now is there'}"
         for place, (kind, keys) in self.sizes:
             c = current(place)
             if type(c) is not kind:
@@ -371,7 +380,7 @@ class Guards:
 #: Stands for an object that is no longer at its place.
 GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
 #: What looking at a place raises if the object is no longer there.
-GONE_ERRORS = (KeyError, IndexError, ValueError, AttributeError, TypeError)
+GONE_ERRORS = (LookupError, ValueError, AttributeError, TypeError)
 #: Types whose values are compared by content.
 _BY_VALUE = (
     bool,

@@ -21,7 +21,7 @@ import torch
 from bridge.convert import trees
 from bridge.programs.closure_scan import HOOKS, Found, is_ours, is_plain, of_library, slots_of
 from bridge.programs.code_names import stored_globals
-from bridge.programs.places import DictOf, Entry, InArguments, Place, Slots
+from bridge.programs.places import Asked, DictOf, Entry, InArguments, Place, Slots
 
 #: Stands for what is not there.
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -154,15 +154,13 @@ class Variable(Holder):
         return self.variable
 
     def entry(self, key: Any) -> Place:
-        return self.place
+        if type(self.variable) is types.CellType:
+            return self.place
+        return Asked(self.variable.get, None, f"the context variable {self.of}")
 
     def read(self, owner: Any) -> dict[None, Any]:
         try:
-            return {
-                None: self.variable.cell_contents
-                if type(self.variable) is types.CellType
-                else self.variable.get()
-            }
+            return {None: self.entry(None).get()}
         except (ValueError, LookupError):  # it is not bound
             return {}
 
@@ -218,13 +216,15 @@ class Elements(Holder):
 
 
 class Content(Holder):
-    """What a set, a NumPy array or another array of numbers contains, as a whole."""
+    """What a set, a NumPy array, another array of numbers or a view of memory contains, as a
+    whole.
+    """
 
     def named(self, key: Any) -> str:
         return str(self.place)
 
     def read(self, owner: Any) -> Any:
-        return copy.copy(owner)
+        return bytes(owner) if isinstance(owner, memoryview) else copy.copy(owner)
 
     def at(self, old: Any, key: Any) -> Any:
         return old
@@ -240,8 +240,10 @@ class Content(Holder):
         if isinstance(owner, set):
             owner.clear()
             owner.update(value)
+        elif isinstance(owner, memoryview):
+            owner.cast("B")[:] = value
         else:
-            owner[:] = value
+            owner[... if isinstance(owner, np.ndarray) else slice(None)] = value
 
     def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
         self.put(owner, "replace", None, old)
@@ -302,8 +304,10 @@ def _of_container(x: Any, place: Place) -> Holder | None:
         return Holder(place)
     if isinstance(x, list | collections.deque):
         return Elements(place)
-    if isinstance(x, set | bytearray | array.array) or (
-        isinstance(x, np.ndarray) and x.ndim and x.flags.writeable
+    if (
+        isinstance(x, set | bytearray | array.array)
+        or (isinstance(x, np.ndarray) and x.flags.writeable)
+        or (isinstance(x, memoryview) and x.c_contiguous and not x.readonly)
     ):
         return Content(place)
     return None
@@ -318,6 +322,8 @@ def holders(found: Found) -> Iterator[Holder]:
         if id(x) not in seen and not is_ours(type(x).__module__):
             seen.add(id(x))
             yield from _of(x, found, seen)
+    for _, place in found.tensors.values():
+        yield Holder(DictOf(place, None), "tensor", found.sets)
     for generator in found.python_generators():
         yield Draws(Place(generator, None))
     for space, names in found.set_in_spaces():

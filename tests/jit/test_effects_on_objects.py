@@ -27,7 +27,7 @@ from python_objects import KINDS, REACHED, WAYS, content, outcome, same
 import torchfunc_jax
 from torchfunc_jax import explain, jit
 
-UNHASHABLE = ("a set", "a NumPy array")
+UNHASHABLE = ("a set", "a NumPy array", "a NumPy array without dimensions", "a view of memory")
 
 
 @pytest.mark.thin(12)
@@ -660,3 +660,152 @@ def test_a_jitted_module_has_the_attributes_of_the_module() -> None:
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         fast.layers  # noqa: B018
     torch.testing.assert_close(copy.deepcopy(fast)(torch.ones(2)), net(torch.ones(2)))
+
+
+# -- what the function makes itself, and what keeps its state out of Python's sight ----------------
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _made_in_a_function() -> Function:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        f.calls = getattr(f, "calls", 0) + 1  # type: ignore[attr-defined]
+        return x * f.calls  # type: ignore[attr-defined]
+
+    return f
+
+
+def _made_in_a_module() -> Function:
+    module = torch.nn.Linear(2, 2)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(module, "calls"):
+            module.calls = 0
+        module.calls += 1
+        return x * module.calls
+
+    return f
+
+
+def _made_in_a_class() -> Function:
+    class Counts:
+        pass
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        Counts.calls = getattr(Counts, "calls", 0) + 1  # type: ignore[attr-defined]
+        return x * Counts.calls  # type: ignore[attr-defined]
+
+    return f
+
+
+def _made_and_taken_away() -> Function:
+    kept = Kept()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        if hasattr(kept, "seen"):
+            del kept.seen
+            return x * 2
+        kept.seen = True  # type: ignore[attr-defined]
+        return x * 3
+
+    return f
+
+
+def _a_new_global() -> Function:
+    globals().pop("_new_global", None)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        global _new_global
+        try:
+            _new_global += 1  # type: ignore[has-type]
+        except NameError:
+            _new_global = 1
+        return x * _new_global
+
+    return f
+
+
+def _context_with(*first: int, **options: int) -> Function:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("count", **options)
+    for value in first:
+        variable.set(value)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        try:
+            before = variable.get()
+        except LookupError:
+            before = 10
+        variable.set(before + 1)
+        return x * before * variable.get()
+
+    return f
+
+
+def _of_a_captured_tensor() -> Function:
+    held = torch.zeros(2)
+    held.n, held.sum = 0, torch.zeros(2)  # type: ignore[attr-defined]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        held.n += 1  # type: ignore[attr-defined]
+        held.sum = held.sum + x  # type: ignore[attr-defined]
+        return held.sum * held.n  # type: ignore[attr-defined]
+
+    return f
+
+
+def _of_an_argument() -> Function:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x.calls = getattr(x, "calls", 0) + 1  # type: ignore[attr-defined]
+        return x * x.calls  # type: ignore[attr-defined]
+
+    return f
+
+
+def _from_a_text() -> Function:
+    file = io.StringIO("1\n2\n3\n4\n5\n6\n")
+    return lambda x: x * float(file.readline())
+
+
+def _from_bytes() -> Function:
+    file = io.BytesIO(bytes(range(9)))
+    return lambda x: x * file.read(1)[0]
+
+
+#: What makes a function whose result is another one at each call.
+CHANGING: dict[str, Callable[[], Function]] = {
+    "an attribute of a function": _made_in_a_function,
+    "an attribute of a module": _made_in_a_module,
+    "an attribute of a class": _made_in_a_class,
+    "an attribute that comes and goes": _made_and_taken_away,
+    "a new global variable": _a_new_global,
+    "a context variable": lambda: _context_with(3),
+    "a context variable with a default": lambda: _context_with(default=3),
+    "a context variable without a value": _context_with,
+    "attributes of a captured tensor": _of_a_captured_tensor,
+    "an attribute of an argument": _of_an_argument,
+    "a text that is read": _from_a_text,
+    "bytes that are read": _from_bytes,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_the_function_makes_is_there_at_the_next_call(name: str) -> None:
+    plain, xs = CHANGING[name](), [torch.ones(2) * k for k in (1, 1, 2, 2, 3)]
+    expected = [plain(x) for x in [*xs, xs[0]]]
+    for x in xs:
+        vars(x).clear()
+    jitted = jit(CHANGING[name]())
+    torch.testing.assert_close([jitted(x) for x in [*xs, xs[0]]], expected)
+
+
+def test_an_attribute_that_is_only_set_needs_one_program() -> None:
+    kept = Kept()
+
+    @jit
+    def f(x: torch.Tensor) -> torch.Tensor:
+        kept.last = x * 2  # type: ignore[attr-defined]
+        return x + 1
+
+    for x in INPUTS:
+        f(x)
+        torch.testing.assert_close(kept.last, x * 2)  # type: ignore[attr-defined]
+    assert len(f.programs()) == 1

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -100,6 +101,11 @@ def ask_attribute(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum() if c.n % 2 else (x + y).sum()
 
 
+def make_attribute(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    c.made = getattr(c, "made", 0) + 1
+    return (x * y * c.made).sum()
+
+
 def of_class(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     type(c).count += 1
     return (x * y * type(c).count).sum()
@@ -113,6 +119,7 @@ _ATTRIBUTES: dict[str, Step] = {
     "rebind": rebind_attribute,
     "count": count_attribute,
     "ask for a count": ask_attribute,
+    "make, then count": make_attribute,
 }
 
 
@@ -151,6 +158,11 @@ def ask_entry(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum() if c["n"] % 2 else (x + y).sum()
 
 
+def make_entry(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    c["made"] = c.get("made", 0) + 1
+    return (x * y * c["made"]).sum()
+
+
 _ENTRIES: dict[str, Step] = {
     "set": set_entry,
     "a state": state_entry,
@@ -159,6 +171,7 @@ _ENTRIES: dict[str, Step] = {
     "rebind": rebind_entry,
     "count": count_entry,
     "ask for a count": ask_entry,
+    "make, then count": make_entry,
 }
 
 
@@ -225,10 +238,9 @@ def count_array(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y * float(c[0])).sum()
 
 
-def _array() -> Any:
-    import numpy as np
-
-    return np.zeros(2)
+def count_number(c: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    c[...] += 1
+    return (x * y * float(c)).sum()
 
 
 #: By the name of a kind: what makes an object of it, and what functions do to it.
@@ -246,12 +258,17 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Step]]] = {
         {k: f for k, f in _ELEMENTS.items() if k != "count"},
     ),
     "an object": (Plain, {**_ATTRIBUTES, "count in the class": of_class}),
-    "an object with slots": (Slotted, {k: f for k, f in _ATTRIBUTES.items() if k != "set"}),
+    "an object with slots": (
+        Slotted,
+        {k: f for k, f in _ATTRIBUTES.items() if k not in ("set", "make, then count")},
+    ),
     "a dataclass": (Data, _ATTRIBUTES),
     "a namespace": (lambda: types.SimpleNamespace(**_dict()), _ATTRIBUTES),
     "a module": (Layer, _ATTRIBUTES),
     "a set": (set, {"add": add_member}),
-    "a NumPy array": (_array, {"count": count_array}),
+    "a NumPy array": (lambda: np.zeros(2), {"count": count_array}),
+    "a NumPy array without dimensions": (lambda: np.zeros(()), {"count": count_number}),
+    "a view of memory": (lambda: memoryview(bytearray(2)), {"count": count_array}),
 }
 
 

@@ -335,13 +335,13 @@ class Jitted:
         out = self._run(entry, leaves, inputs, captured, bool(graded), given)
         entry.seconds += time.perf_counter() - start
         family = self._families.get(whole)
-        if family is not None and entry.program.changes:
+        if family is not None and (changed := entry.program.changed()):
             family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
             if family.turns == _TURNS:
                 family.turns, family.left, family.pause = _TURNS - 1, family.pause, 2 * family.pause
                 family.itself = (
-                    f"at each call it changes {', '.join(map(str, entry.program.changes))}, and "
-                    "what it does depends on that"
+                    f"at each call it changes {', '.join(changed)}, and what it does depends on "
+                    "that"
                 )
         return out
 

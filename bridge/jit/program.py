@@ -198,6 +198,15 @@ class Program:
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
+    def changed(self) -> list[str]:
+        """What it changes although it may depend on it, in words: Python objects, and the values of
+        captured tensors that the function has asked for.
+        """
+        first = len(self.jaxpr.jaxpr.invars) - len(self.places) - 1 - len(self.numbers)
+        written = {self.places[i - first].identity for i in self.written if i >= first}
+        asked = [p for p, _ in self.guards.asked if p.identity in written]
+        return [*map(str, self.changes), *[f"the values of {p}" for p in asked]]
+
     def whole(self) -> Program:
         """This program, also if another process has stored it without its jaxpr."""
         return self
@@ -406,7 +415,6 @@ def trace(
     generators. leaves: see ``Level.leaves``.
     """
     constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
-    candidates = [(t, place) for t, place in candidates if id(t) not in constants]
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
@@ -494,17 +502,16 @@ def trace(
         closed = jax.make_jaxpr(staged)(
             avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64)
         )
-    if any(id(t) in constants for t in [*info["written"], *[of for _, of, _ in info["shared"]]]):
-        raise DataDependentError(
-            "a captured tensor whose values the function asks for is written to, or returned"
-        )
+    # a constant is an input too if the function writes to it or returns it
+    inputs = info["met"].keys() - constants.keys()
+    inputs |= {id(t) for t in [*info["written"], *[of for _, of, _ in info["shared"]]]}
     spec, static, is_tensor = info["meta"]
     drawn = info.get("drawn")
     jaxpr, numbers, by_value = (
         (closed.jaxpr, [], []) if drawn is None else drawn.as_inputs(closed.jaxpr)
     )
-    met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates} | constants.keys()
-    used = [k for k, (t, _) in enumerate(candidates) if id(t) in met]
+    met, first, known = info["met"], len(avals), {id(t) for t, _ in candidates}
+    used = [k for k, (t, _) in enumerate(candidates) if id(t) in inputs]
     missing = [t for key, (t, _) in met.items() if key not in known]
     order = {id(t): i for i, t in enumerate([*[candidates[k][0] for k in used], *missing], first)}
     jaxpr = jaxpr.replace(

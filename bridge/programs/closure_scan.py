@@ -67,6 +67,8 @@ _TRANSPARENT = (
 _HOLDERS = (
     torch.distributions.Distribution,
     torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
     functools.partialmethod,
     functools.singledispatchmethod,
 )

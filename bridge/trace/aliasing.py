@@ -350,6 +350,7 @@ def write(
         chain.append(chain[-1].parent)
     chain.reverse()
     views = [each.view for each in chain[1:]]
+    detached = detached or any(map(detaches, views))
     k = _overlap(views)
     if k is None:
         write(

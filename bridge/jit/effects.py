@@ -282,6 +282,7 @@ class _Recipes:
     def __init__(self, known: set[int], arguments: Mapping[int, Place]) -> None:
         self.known, self.arguments, self.made = known, arguments, dict[int, int]()
         self.alive: list[Any] = []
+        self.changed = set[int]()  # ids of what holds something that the function changes
 
     def changes(
         self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False
@@ -292,6 +293,7 @@ class _Recipes:
         once: no program makes them.
         """
         found = []
+        self.changed = {id(holder.owner()) for holder, *_ in changed}
         for holder, old, differences in changed:
             holder.counts = _any  # it holds on to nothing else that was found
             if holder.refused and not once:
@@ -372,6 +374,8 @@ class _Recipes:
         if before is after:
             return True
         if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
+            return False
+        if {id(before), id(getattr(before, "__dict__", None))} & self.changed:
             return False
         if isinstance(after, _CONSTANT):
             return bool(identical(before) == identical(after))

@@ -217,6 +217,8 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
             kwargs = {**kwargs, "dtype": flat[0].dtype}
         results = inner(args, kwargs)
         results = list(results) if isinstance(results, tuple | list) else [results]
+        # of operators with several lists
+        results = [t for x in results for t in (x if isinstance(x, list | tuple) else [x])]
         places = list(writes.values()) or range(len(results) - len(flat), len(results))
         if places and not 0 <= min(places) <= max(places) < len(results):
             raise RuntimeError(

@@ -710,6 +710,19 @@ def _made_and_taken_away() -> Function:
     return f
 
 
+def _filled_and_replaced() -> Function:
+    kept = Kept()
+    kept.a = {}
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        count = len(kept.a)
+        kept.a["k"] = x
+        kept.a = {}
+        return x * (count + 2)
+
+    return f
+
+
 def _a_new_global() -> Function:
     globals().pop("_new_global", None)
 
@@ -776,6 +789,7 @@ CHANGING: dict[str, Callable[[], Function]] = {
     "an attribute of a module": _made_in_a_module,
     "an attribute of a class": _made_in_a_class,
     "an attribute that comes and goes": _made_and_taken_away,
+    "a dict that is filled and replaced by an empty one": _filled_and_replaced,
     "a new global variable": _a_new_global,
     "a context variable": lambda: _context_with(3),
     "a context variable with a default": lambda: _context_with(default=3),

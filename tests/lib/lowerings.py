@@ -389,6 +389,63 @@ case("aten.fft_fftfreq", 7)
 case("aten.fft_rfftfreq", 7)
 case("aten.searchsorted.Scalar", lambda: torch.arange(5.0), 2.5)
 case("aten.bucketize.Scalar", 2.5, lambda: torch.arange(5.0))
+_PARAMS = [[floats(2, 3, seed=k), floats(4, seed=k + 5)] for k in range(5)]
+_STEPS = [lambda: torch.tensor(3.0), lambda: torch.tensor(3.0)]
+_SCALED = {"grad_scale": lambda: torch.tensor([4.0]), "found_inf": lambda: torch.zeros(1)}
+for _kind in ("", ".tensor_lr"):
+    _rate = (lambda: torch.tensor(0.1)) if _kind else 0.1
+    for _name in ("_fused_adam", "_fused_adamw"):
+        case(
+            f"aten.{_name}{_kind}",
+            *_PARAMS,
+            _STEPS,
+            lr=_rate,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=True,
+            maximize=False,
+            **_SCALED,
+        )
+    case(
+        f"aten._fused_sgd{_kind}",
+        *_PARAMS[:3],
+        weight_decay=0.1,
+        momentum=0.9,
+        lr=_rate,
+        dampening=0.2,
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+        **_SCALED,
+    )
+    case(
+        f"aten._fused_adagrad{_kind}",
+        *_PARAMS[:3],
+        _STEPS,
+        lr=_rate,
+        lr_decay=0.1,
+        weight_decay=0.1,
+        eps=1e-8,
+        maximize=False,
+        **_SCALED,
+    )
+case(
+    "aten._amp_foreach_non_finite_check_and_unscale",
+    _PARAMS[0],
+    lambda: torch.zeros(1),
+    lambda: torch.tensor(0.25),
+)
+case(
+    "aten._amp_update_scale",
+    lambda: torch.tensor([8.0]),
+    lambda: torch.tensor([1], dtype=torch.int32),
+    lambda: torch.zeros(1),
+    2.0,
+    0.5,
+    2,
+)
 case("aten._is_any_true", bools(True, False))
 case("aten.allclose", floats(3), floats(3))
 case("aten._euclidean_dist", floats(4, 3), floats(2, 3, seed=1))

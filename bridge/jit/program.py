@@ -375,20 +375,15 @@ def _with_constants(
         if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided
     ]
     whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
-    refused: DataDependentError | None = None
-    for constant in (
-        [],
-        *([whole] if whole else []),
-        *([small] if len(small) > len(whole) else []),
-    ):
-        try:
-            return trace(
-                looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
-            )
-        except DataDependentError as error:
-            refused = refused or error
-    assert refused is not None
-    raise refused
+    attempt = functools.partial(
+        trace, looped, call, candidates, found, donated=donated, leaves=leaves
+    )
+    for constant, other in (([], whole or small), (whole, small)):
+        if len(constant) < len(other):
+            with contextlib.suppress(DataDependentError):
+                return attempt(constant=constant)
+    # what is refused here depends on more than captured tensors
+    return attempt(constant=small)
 
 
 def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:

@@ -1745,6 +1745,18 @@ def test_values_that_are_not_known_under_jit() -> None:
             jit(f)(X)
 
 
+def test_the_error_names_the_line_that_no_program_can_run() -> None:
+    """Not the lines before it, which ask for the values of captured tensors."""
+    mask, times = torch.tensor([True, False]), torch.ones(2)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        count, last = int(mask.sum()), float(times[-1])
+        return x * x.sum().item() * count * last
+
+    with pytest.raises(RuntimeError, match=r"return x \* x.sum\(\).item"):
+        jit(f)(X)
+
+
 def test_values_that_the_function_has_written_itself() -> None:
     written = torch.ones(3)
     f = jit(lambda x: x * float(written.add_(1)[0]))

@@ -1,7 +1,7 @@
 """Writes python_objects.md: what functions do to Python objects, under jit and in un-jitted
 transforms, beside PyTorch and torch.func.
 
-    python docs/python_objects.py               the whole table, and the page; about 20 minutes
+    python docs/python_objects.py               the whole table, and the page; about two minutes
     python docs/python_objects.py "a deque"     this kind, printed
     python docs/python_objects.py --json        as JSON
 

@@ -137,11 +137,8 @@ def noted(
                 raised = False
             finally:
                 root.owners = ()  # an object must not live as long as something of the trace
-                changed = [
-                    (h, old, differences)
-                    for h, owner, old in watched
-                    if (differences := _undone(h, owner, old))
-                ]
+                every = [(h, owner, old, _undone(h, owner, old)) for h, owner, old in watched]
+                changed = [(h, old, differences) for h, _, old, differences in every if differences]
                 kept = [(place_of(t), value) for t, value in grads.changed()]
                 root.graded = [place for place, _ in kept]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
@@ -157,6 +154,7 @@ def noted(
                         *[id(owner) for _, owner, _ in watched],
                     },
                     {id(node): place for node, place, _ in nodes if trees.children(node) is None},
+                    {id(owner) for _, owner, _, differences in every if differences},
                 )
                 # whoever catches the exception sees what was done before it, as far as no tensor of
                 # the trace is in it
@@ -277,12 +275,13 @@ class _Recipes:
     Args:
         known: ids of the objects that were there before.
         arguments: by id, the places of objects that stand for arguments.
+        changed: ids of the dicts and other containers that the function changes.
     """
 
-    def __init__(self, known: set[int], arguments: Mapping[int, Place]) -> None:
+    def __init__(self, known: set[int], arguments: Mapping[int, Place], changed: set[int]) -> None:
         self.known, self.arguments, self.made = known, arguments, dict[int, int]()
+        self.changed = changed
         self.alive: list[Any] = []
-        self.changed = set[int]()  # ids of what holds something that the function changes
 
     def changes(
         self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False
@@ -293,7 +292,6 @@ class _Recipes:
         once: no program makes them.
         """
         found = []
-        self.changed = {id(holder.owner()) for holder, *_ in changed}
         for holder, old, differences in changed:
             holder.counts = _any  # it holds on to nothing else that was found
             if holder.refused and not once:

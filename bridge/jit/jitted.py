@@ -339,10 +339,9 @@ class Jitted:
             family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
             if family.turns == _TURNS:
                 family.turns, family.left, family.pause = _TURNS - 1, family.pause, 2 * family.pause
-                family.itself = (
-                    f"at each call it changes {', '.join(changed)}, and what it does depends on "
-                    "that"
-                )
+                with having(state, arguments=leaves, given=given):
+                    names = ", ".join(map(str, changed))
+                family.itself = f"at each call it changes {names}, and what it does depends on that"
         return out
 
     def _run(

@@ -198,14 +198,14 @@ class Program:
         jaxpr, bounds = Bounds.of(self.jaxpr)
         return dataclasses.replace(self, jaxpr=jaxpr), bounds
 
-    def changed(self) -> list[str]:
-        """What it changes although it may depend on it, in words: Python objects, and the values of
-        captured tensors that the function has asked for.
+    def changed(self) -> list[Change | str]:
+        """What it changes although it may depend on it: Python objects, and the values of captured
+        tensors that the function has asked for.
         """
         first = len(self.jaxpr.jaxpr.invars) - len(self.places) - 1 - len(self.numbers)
         written = {self.places[i - first].identity for i in self.written if i >= first}
         asked = [p for p, _ in self.guards.asked if p.identity in written]
-        return [*map(str, self.changes), *[f"the values of {p}" for p in asked]]
+        return [*self.changes, *[f"the values of {p}" for p in asked]]
 
     def whole(self) -> Program:
         """This program, also if another process has stored it without its jaxpr."""

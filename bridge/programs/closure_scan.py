@@ -695,7 +695,7 @@ def _has_attributes(x: object) -> bool:
 def _hashable(x: object) -> bool:
     try:
         hash(x)
-    except TypeError:
+    except (TypeError, ValueError):  # a view of memory that can be written to
         return False
     return True
 

@@ -103,12 +103,17 @@ class Effects(NamedTuple):
 
 
 def noted(
-    fn: Callable[..., Any], call: Call, found: Found, places: Mapping[int, Place]
+    fn: Callable[..., Any],
+    call: Call,
+    found: Found,
+    places: Mapping[int, Place],
+    donated: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """The function for a trace: it leaves what it changes as it was, and returns Effects if it has
     changed or returns an object.
 
-    found: what the function reaches.  places: by id, where captured tensors were found.
+    found: what the function reaches.  places: by id, where captured tensors were found. donated:
+    the arguments whose tensors are dead after the call.
     """
 
     @functools.wraps(fn, updated=())
@@ -134,6 +139,8 @@ def noted(
             state.undone, raised = None, True
             try:
                 out = fn(*args, **kwargs)
+                if donated:  # what is returned holds no argument, but what that held at the end
+                    out = trees.unflatten(*reversed(trees.flatten(out)))
                 raised = False
             finally:
                 root.owners = ()  # an object must not live as long as something of the trace
@@ -153,7 +160,7 @@ def noted(
                         *found.modules,
                         *[id(owner) for _, owner, _ in watched],
                     },
-                    {id(node): place for node, place, _ in nodes if trees.children(node) is None},
+                    {id(node): place for node, place, _ in nodes},
                     {id(owner) for _, owner, _, differences in every if differences},
                 )
                 # whoever catches the exception sees what was done before it, as far as no tensor of
@@ -274,7 +281,7 @@ class _Recipes:
 
     Args:
         known: ids of the objects that were there before.
-        arguments: by id, the places of objects that stand for arguments.
+        arguments: by id, the places of objects and containers that stand for arguments.
         changed: ids of the dicts and other containers that the function changes.
     """
 
@@ -318,10 +325,13 @@ class _Recipes:
         return found
 
     def result(self, out: Any) -> Any:
-        """What the function returns, with recipes in the place of the objects that it has made;
-        itself if there are none.
+        """What the function returns, with recipes in the place of the objects that it has made or
+        changed; itself if there are none.
+
+        What it has changed, or made and kept, is itself in the result too.
         """
-        leaves, spec = trees.flatten(out)
+        kept = self._is_kept if self.changed else None
+        leaves, spec = trees.flatten(out, is_leaf=kept)
         if all(
             isinstance(x, (torch.Tensor, jax.Array, *_CONSTANT)) or python_numbers.is_input(x)
             for x in leaves
@@ -332,7 +342,8 @@ class _Recipes:
             for x in leaves
         ]
         made = [
-            x if type(recipe) is _Known else recipe for x, recipe in zip(leaves, made, strict=True)
+            x if type(recipe) is _Known and not self._changes(x) else recipe
+            for x, recipe in zip(leaves, made, strict=True)
         ]
         return trees.unflatten(spec, made) if any(map(_is_recipe, made)) else out
 
@@ -365,6 +376,13 @@ class _Recipes:
         shape, parts = _taken_apart(x)
         return _New(number, shape, [self._of(part, where) for part in parts])
 
+    def _changes(self, x: Any) -> bool:
+        """Whether the function has changed what an object holds."""
+        return id(x) in self.changed or id(getattr(x, "__dict__", None)) in self.changed
+
+    def _is_kept(self, x: Any) -> bool:
+        return self._changes(x) or id(x) in self.made
+
     def _alike(self, before: Any, after: Any) -> bool:
         """Whether another object with the same content has taken the place of one, so that nothing
         but its identity has changed.
@@ -373,7 +391,7 @@ class _Recipes:
             return True
         if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
             return False
-        if {id(before), id(getattr(before, "__dict__", None))} & self.changed:
+        if self._changes(before):
             return False
         if isinstance(after, _CONSTANT):
             return bool(identical(before) == identical(after))
@@ -386,7 +404,7 @@ class _Recipes:
 
 
 def _is_recipe(x: Any) -> bool:
-    return type(x) in (_New, _Again, _Argument)
+    return type(x) in (_New, _Again, _Argument, _Known)
 
 
 def _of_trace(recipe: Any) -> bool:

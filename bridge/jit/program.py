@@ -287,7 +287,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         candidates += [(t, place) for t, place in new if id(t) not in grads]
         every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
         program, missing = _traced(
-            noted(fn, call, found, {id(t): place for t, place in every}),
+            noted(fn, call, found, {id(t): place for t, place in every}, donated),
             call,
             every,
             found,

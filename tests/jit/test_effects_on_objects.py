@@ -823,3 +823,121 @@ def test_an_attribute_that_is_only_set_needs_one_program() -> None:
         f(x)
         torch.testing.assert_close(kept.last, x * 2)  # type: ignore[attr-defined]
     assert len(f.programs()) == 1
+
+
+# -- what is changed and returned ------------------------------------------------------------------
+@dataclasses.dataclass
+class _State:
+    m: torch.Tensor
+    log: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+def _entry(d: dict[str, torch.Tensor], x: torch.Tensor) -> object:
+    d["m"] = d["m"] * 0.9 + x
+    return d
+
+
+def _new_entries(d: dict[str, object], x: torch.Tensor) -> object:
+    d["new"] = {"inner": x}
+    d["new"]["m"] = d["m"]  # type: ignore[index]
+    return d["new"], d
+
+
+def _emptied(d: dict[str, torch.Tensor], x: torch.Tensor) -> object:
+    x = x + d.pop("m")
+    d.clear()
+    d["x"] = x
+    return d
+
+
+def _in_another(d: dict[str, torch.Tensor], x: torch.Tensor) -> object:
+    d["m"] = x
+    return {"kept": [d, d], "x": x}
+
+
+def _copied(d: dict[str, torch.Tensor], x: torch.Tensor) -> object:
+    d["m"] = d["m"] + x
+    before = dict(d)
+    d["m"] = d["m"] * 2
+    return before, {**d}, list(d.values())
+
+
+def _written(d: dict[str, torch.Tensor], x: torch.Tensor) -> object:
+    d["m"].add_(x)
+    d["view"] = d["m"][:1]
+    return d
+
+
+def _elements(c: list[torch.Tensor], x: torch.Tensor) -> object:
+    c.append(x)
+    c[0] = c[0] * x
+    return c, c[::-1]
+
+
+def _attributes_of(s: _State, x: torch.Tensor) -> object:
+    s.m = s.m + x
+    s.log.append(s.m * 2)
+    return s, s.log
+
+
+def _of_lists(s: _State, x: torch.Tensor) -> object:
+    s.log.append(x)
+    return s.log
+
+
+#: What a function does with its first argument, and what that is.
+CHANGED_AND_RETURNED: dict[str, tuple[Callable[..., object], Callable[[], object]]] = {
+    "an entry of a dict": (_entry, lambda: {"m": torch.ones(2), "k": torch.ones(3)}),
+    "new entries": (_new_entries, lambda: {"m": torch.ones(2)}),
+    "a dict that is emptied": (_emptied, lambda: {"m": torch.ones(2), "x": torch.ones(2)}),
+    "twice in another one": (_in_another, lambda: {"m": torch.ones(2)}),
+    "copies": (_copied, lambda: {"m": torch.ones(2)}),
+    "a tensor in it is written": (_written, lambda: {"m": torch.ones(2)}),
+    "a list": (_elements, lambda: [torch.ones(2)]),
+    "a deque": (lambda c, x: (c.append(x), c)[1], lambda: collections.deque([torch.ones(2)], 2)),
+    "a dataclass": (_attributes_of, lambda: _State(torch.ones(2))),
+    "a list in it": (_of_lists, lambda: _State(torch.ones(2))),
+}
+
+
+def _held(x: object) -> object:
+    """What an object holds, and where it holds one object twice."""
+    seen: dict[int, int] = {}
+
+    def of(x: object) -> object:
+        if isinstance(x, torch.Tensor):
+            return x
+        number = seen.setdefault(id(x), len(seen))
+        return number, content(x) if dataclasses.is_dataclass(x) else [of(v) for v in _parts(x)]
+
+    return of(x)
+
+
+def _parts(x: object) -> list[object]:
+    return [*x.values()] if isinstance(x, dict) else list(x)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["argument", "captured"])
+@pytest.mark.parametrize("name", CHANGED_AND_RETURNED)
+def test_what_the_function_changes_and_returns(name: str, captured: bool) -> None:
+    function, make = CHANGED_AND_RETURNED[name]
+    mine, theirs = make(), make()
+    jitted = jit((lambda x: function(mine, x)) if captured else function)
+    for k in range(4):
+        if name == "a dict that is emptied":
+            for d in (mine, theirs):
+                d["m"] = torch.ones(2)  # type: ignore[index]
+        x = torch.tensor([0.5, 2.0]) * (k + 1)
+        out = jitted(x) if captured else jitted(mine, x)
+        expected = function(theirs, x)
+        assert same(_held([mine, out]), _held([theirs, expected]))
+
+
+def test_a_donated_state_that_is_changed_and_returned() -> None:
+    """The tensors of the old state are dead, so that the result is another dict, as from JAX."""
+    jitted = jit(_entry, donate=(0,))
+    state = {"m": torch.ones(2), "k": torch.ones(3)}
+    theirs = copy.deepcopy(state)
+    for k in range(4):
+        state = jitted(state, torch.ones(2) * k)
+        assert same(content(state), content(_entry(theirs, torch.ones(2) * k)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bridge import private_jax
+from bridge.lowering.common import varying
 
 Spec = tuple[Any, ...]  # for each dimension a mesh axis, a tuple of them, or None
 
@@ -81,9 +82,10 @@ def run(
     """
     mesh = explicit(values)
     if mesh is None:
-        return body(list(values))
+        with varying.cast_by_jax():
+            return body(list(values))
     specs = [spec_of(v, mesh) if isinstance(v, jax.Array) else (None,) * v.dim() for v in values]
-    with jax.enable_x64(True), _entered(auto := _automatic(mesh)):
+    with jax.enable_x64(True), varying.cast_by_jax(), _entered(auto := _automatic(mesh)):
         values = [_cast(v, auto, ()) if isinstance(v, jax.Array) else v for v in values]
         if private_jax.staged(values):
             arrays = [v for v in values if isinstance(v, jax.Array)]
@@ -116,14 +118,17 @@ def beside(v: jax.Array, others: Sequence[Any]) -> jax.Array:
     return v if mesh is None else _cast(v, mesh, ())
 
 
-def on_auto_axes() -> contextlib.AbstractContextManager[Any]:
-    """While entered, the mesh that JAX traces on has Auto axes for its explicit ones."""
+@contextlib.contextmanager
+def on_auto_axes() -> Iterator[None]:
+    """While entered, the mesh that JAX traces on has Auto axes for its explicit ones, and JAX casts
+    operands inside of ``shard_map`` by itself.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return (
-        _entered(_automatic(mesh))
-        if AxisType.Explicit in mesh.axis_types
-        else contextlib.nullcontext()
-    )
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(varying.cast_by_jax())
+        if AxisType.Explicit in mesh.axis_types:
+            entered.enter_context(_entered(_automatic(mesh)))
+        yield
 
 
 def _automatic(mesh: Any) -> Any:

@@ -1,14 +1,15 @@
 """Derivatives, loops and branches inside of ``jax.shard_map``.
 
 There a value's type says over which axes of the mesh it varies (check_vma). JAX lets values of
-different types meet in its primitives, but not at the seams: a cotangent must vary over what its
-output varies over, a tangent over what its primal does, the carry of a loop before a step over what
-it does after it, and both branches of a cond must agree. Outside of ``shard_map`` the functions
-here are JAX's own.
+different types meet in its primitives (``cast_by_jax``), but not at the seams: a cotangent must
+vary over what its output varies over, a tangent over what its primal does, the carry of a loop
+before a step over what it does after it, and both branches of a cond must agree. Outside of
+``shard_map`` the functions here are JAX's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -46,6 +47,13 @@ def like(x: Any, other: Any) -> Any:
 def in_shard_map() -> bool:
     """Whether an axis of the mesh is manual here."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def cast_by_jax() -> contextlib.AbstractContextManager[Any]:
+    """While entered inside of ``shard_map``, JAX casts operands of different types by itself, also
+    with ``jax_auto_pcast=0``: code written for torch has no place to cast them.
+    """
+    return jax.auto_pcast(True) if in_shard_map() else contextlib.nullcontext()
 
 
 def in_type(x: Any) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class _Program(Unsearched):
 
 def _primitives(jaxpr: Jaxpr) -> set[str]:
     """The names of the primitives in a jaxpr and in the jaxprs inside it."""
-    found = [private_jax.ruled(eqn) for eqn in jaxpr.eqns]
+    found = [private_jax.called(eqn) for eqn in jaxpr.eqns]
     inner = {*subjaxprs(jaxpr), *[inside for _, inside in found if inside is not None]}
     return {name for name, _ in found}.union(*map(_primitives, inner))
 

@@ -206,16 +206,18 @@ def _same_result(a: Any, b: Any) -> bool:
         or places[0] != places[1]
     ):
         return False
-    return any(places[0]) and _same_params(ours.primitive, ours.params, theirs.params)
+    return any(places[0]) and _same_params(ours, theirs)
 
 
-def _same_params(primitive: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def _same_params(ours: Any, theirs: Any) -> bool:
+    """Whether two equations of one primitive have the same parameters."""
+    if type(ours.params.get("_prim")) is not type(theirs.params.get("_prim")):
+        return False
+    (name, a), (_, b) = named(ours), named(theirs)
     # the value depends on the function alone, not on its rules
-    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        ours, theirs = {"call_jaxpr": ours["call_jaxpr"]}, {"call_jaxpr": theirs["call_jaxpr"]}
-    return ours.keys() == theirs.keys() and all(
-        _same_param(ours[name], theirs[name]) for name in ours
-    )
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        a, b = {"jaxpr": called(ours)[1]}, {"jaxpr": called(theirs)[1]}
+    return a.keys() == b.keys() and all(_same_param(a[key], b[key]) for key in a)
 
 
 def _same_param(a: Any, b: Any) -> bool:
@@ -255,7 +257,7 @@ def _same_jaxpr(a: Any, b: Any) -> bool:
             or not every(x.outvars, y.outvars)
         ):
             return False
-        if not _same_params(x.primitive, x.params, y.params):
+        if not _same_params(x, y):
             return False
     return every(a.outvars, b.outvars)
 
@@ -463,39 +465,62 @@ def scanned(eqn: Any) -> tuple[Any, int, int]:
     """(the jaxpr of a scan's step, the number of operands that are the same in each step, the
     number of carried operands).
 
-    JAX keeps these numbers in the trees of the operands from 0.12 on.
+    JAX keeps these numbers in the trees of the operands from 0.12 on. With the option jax_scan3 the
+    operands that are the same in each step include references to what is carried.
     """
-    params = eqn.params
+    _, params = named(eqn)
     jaxpr = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
     if "num_carry" in params:
         return jaxpr, params["num_consts"], params["num_carry"]
+    if "extensives" in params:
+        return jaxpr, params["extensives"].count(False), 0
     consts, carried, _ = [len(part) for part in params["ft_in"].unpack()]
     return jaxpr, consts, carried
 
 
-# With the options jax_remat3, jax_custom_jvp3 and jax_custom_vjp3 these are one primitive, which
-# has an object of such a class.
-_RULED = {
+#: The names of primitives that JAX calls otherwise: in some versions, and where the options
+#: jax_scan3, jax_remat3, jax_custom_jvp3 and jax_custom_vjp3 make them one primitive,
+#: "call_hi_primitive", with an object of such a class.
+_NAMES = {
+    "call": "eval_jaxpr",
+    "closed_call": "eval_jaxpr",
+    "remat2": "checkpoint",
     "RematTraced": "checkpoint",
     "CustomJVPTraced": "custom_jvp_call",
     "CustomVJPTraced": "custom_vjp_call",
+    "Scan3": "scan",
 }
+#: Primitives that are the function in one of their parameters, maybe with rules for derivatives.
+_CALLS = frozenset({"jit", "eval_jaxpr", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 
 
-def ruled(eqn: Any) -> tuple[str, Any]:
-    """(the name of an equation's primitive, the jaxpr that it runs if it is a "checkpoint",
-    "custom_jvp_call" or "custom_vjp_call", or else None).
+def named(eqn: Any) -> tuple[str, Mapping[str, Any]]:
+    """The name of an equation's primitive, the same in all versions of JAX and with all of its
+    options, and the primitive's parameters.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "call_hi_primitive":
-        name, params = _RULED.get(type(params["_prim"]).__name__, name), params["_prim"].params
-    elif name in ("remat", "remat2"):  # its names in different versions of JAX
-        name = "checkpoint"
-    if name not in _RULED.values():
-        return name, None
-    inner = next(params[k] for k in ("call_jaxpr", "traced", "jaxpr") if k in params)
-    for _ in ("traced", "closed"):
-        inner = getattr(inner, "jaxpr", inner)
+        name, params = type(params["_prim"]).__name__, params["_prim"].params
+    # from 0.12 on, "vjp_node[jit]" is a jit in the derivative of jax.vjp
+    name = name.removeprefix("vjp_node[").removesuffix("]")
+    return _NAMES.get(name, name), params
+
+
+def called(eqn: Any) -> tuple[str, Any]:
+    """(the name of an equation's primitive, the jaxpr of the function that it is, as "jit",
+    "checkpoint" and "custom_vjp_call" are, or else None); the jaxpr takes the equation's operands.
+    """
+    name, params = named(eqn)
+    inner = None
+    if name in _CALLS:
+        inner = next(params[key] for key in ("call_jaxpr", "traced", "jaxpr") if key in params)
+        inner = inner.jaxpr if "traced" in params else inner
+    whole = eqn.params.get("_prim")
+    if whole is None or whole.effects or name == "scan":
+        return name, inner
+    if inner is None or len(inner.in_avals) != len(whole.in_avals_flat):
+        args = whole.in_tree.unflatten
+        inner = jax.make_jaxpr(lambda *xs: whole.expand(*args(xs)))(*whole.in_avals_flat)
     return name, inner
 
 

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from bridge import private_jax
 from bridge.convert import trees
 from bridge.errors import is_users, shown_line
-from bridge.export.symbolic import CALLS
 from torchfunc_jax import _port_runs, _ports
 
 _HERE = __file__
@@ -284,8 +283,7 @@ def _run(
     for eqn in jaxpr.eqns:
         name, given = eqn.primitive.name, list(map(read, eqn.invars))
         here = line or _port_line(eqn)
-        if name in CALLS:
-            inner = eqn.params[CALLS[name]]
+        if (inner := private_jax.called(eqn)[1]) is not None:
             consts = list(map(_Operand, getattr(inner, "consts", ())))
             outs = _run(getattr(inner, "jaxpr", inner), consts, given, steps, values, here)
             known.update(zip(eqn.outvars, outs, strict=True))

@@ -203,10 +203,10 @@ def spread(jaxpr: Any, specs: Sequence[Spec], sizes: dict[str, int]) -> list[Spe
 
 
 def _rule(eqn: Any, given: list[Spec], sizes: dict[str, int]) -> list[Spec]:
-    name, params = eqn.primitive.name, eqn.params
+    name, inner = private_jax.called(eqn)
+    params = eqn.params
     shapes = [v.aval.shape for v in eqn.invars]
     out = eqn.outvars[0].aval.shape if eqn.outvars else ()
-    inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
     if name == "scan":
         inner, consts, carry = private_jax.scanned(eqn)
         rows = [s if i < consts + carry else s[1:] for i, s in enumerate(given)]

@@ -28,20 +28,6 @@ from bridge.trace.value_checks import is_check
 Eqns = Sequence[JaxprEqn]
 Vector = tuple[int, ...]
 
-#: Primitives that are their function, by the parameter that has it; rules for derivatives are no
-#: longer needed.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-
 
 class Differs(RuntimeError):
     """The programs of several sizes are not one program."""
@@ -114,7 +100,7 @@ class Replay:
             return values[atoms[0]]
 
         for eqns in itertools.zip_longest(*[j.eqns for j in jaxprs]):
-            if None in eqns or len({e.primitive for e in eqns}) > 1:
+            if None in eqns or len({private_jax.named(e)[0] for e in eqns}) > 1:
                 at = where([e for e in eqns if e is not None])
                 raise Differs(
                     f"the program has other operations at other sizes, first{at}: either Python "
@@ -149,11 +135,11 @@ class Replay:
 
     # -- one equation ------------------------------------------------------------------------------
     def _equation(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
-        eqn, name = eqns[0], eqns[0].primitive.name
+        eqn, (name, function) = eqns[0], private_jax.called(eqns[0])
         if is_check(eqn) or name == "stopped_by_torch":
             return operands
-        if name in CALLS:
-            return self._closed([e.params[CALLS[name]] for e in eqns], operands)
+        if function is not None:  # whose rules for derivatives are no longer needed
+            return self._closed([private_jax.called(e)[1] for e in eqns], operands)
         if name in _LOOPS:
             return _LOOPS[name](self, eqns, operands)
         params = {key: self._param([e.params[key] for e in eqns], key, eqns) for key in eqn.params}
@@ -182,7 +168,7 @@ class Replay:
             same = len({str(v) for v in values}) == 1
         else:
             same = all(v is first or v == first for v in values) or (
-                callable(first) and not isinstance(first, type)
+                callable(first) and not isinstance(first, type) and key != "_prim"
             )
         if not same:
             raise Differs(
@@ -209,19 +195,20 @@ class Replay:
         )
 
     def _scan(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:
-        params = eqns[0].params
+        each = [private_jax.named(e)[1] for e in eqns]
         _, n, m = private_jax.scanned(eqns[0])
         consts, carry, rows = operands[:n], operands[n : n + m], operands[n + m :]
 
         def step(carry: Any, row: Any) -> Any:
             out = self._closed(
-                [e.params["jaxpr"] for e in eqns], [*consts, *carry, *row[: len(rows)]]
+                [params["jaxpr"] for params in each], [*consts, *carry, *row[: len(rows)]]
             )
             return tuple(out[:m]), tuple(out[m:])
 
-        length = self.size(tuple(e.params["length"] for e in eqns), eqns)
+        length = self.size(tuple(params["length"] for params in each), eqns)
         xs = (*rows, jnp.arange(length))  # the length itself may not be symbolic
-        last, found = lax.scan(step, tuple(carry), xs, None, params["reverse"], params["unroll"])
+        reverse, unroll = each[0]["reverse"], each[0]["unroll"]
+        last, found = lax.scan(step, tuple(carry), xs, None, reverse, unroll)
         return [*last, *found]
 
     def _solve(self, eqns: Eqns, operands: list[Any]) -> Sequence[Any]:

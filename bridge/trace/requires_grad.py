@@ -235,21 +235,16 @@ def _followed(eqn: JaxprEqn) -> Jaxpr | None:
     """The jaxpr inside a checkpoint, a jitted function or the outputs of an autograd.Function; None
     for other equations.
 
-    JAX 0.12 keeps the calls of jitted functions in a derivative (that of jax.vjp calls them
-    "vjp_node[jit]"); earlier versions inline them.
+    JAX 0.12 keeps the calls of jitted functions in a derivative; earlier versions inline them.
     """
-    name, inside = private_jax.ruled(eqn)
-    if name == "checkpoint":
-        return inside
-    if (
-        eqn.primitive.name in ("jit", "pjit", "vjp_node[jit]")
-        and eqn.params["name"] != "of_inputs_alone"
-    ):
-        inner = eqn.params["jaxpr"]
-        return getattr(inner, "jaxpr", inner)  # it may be closed
-    return (
-        inside
-        if name == "custom_jvp_call"
-        and [e.params.get("name") for e in inside.eqns] == ["of_inputs_alone"]
-        else None
+    name, inside = private_jax.called(eqn)
+    inside = getattr(inside, "jaxpr", inside)  # it may be closed
+    followed = (
+        name == "checkpoint"
+        or (name == "jit" and eqn.params["name"] != "of_inputs_alone")
+        or (
+            name == "custom_jvp_call"
+            and [e.params.get("name") for e in inside.eqns] == ["of_inputs_alone"]
+        )
     )
+    return inside if followed else None

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -122,7 +122,7 @@ examples:
 An environment takes 6 GB with PyPI's torch on Linux, a tenth of that without CUDA, and is made
 once; it is brought up to date when pyproject.toml changes. Ends with 1 if a test failed, a
 combination could not be installed, or the time ran out; with --if-possible, with 1 if a test
-failed.
+failed. A combination that could not be tested keeps the results that it had on the page.
 """
 
 
@@ -200,6 +200,11 @@ class Row:
     def right(self) -> bool:
         """Whether the tests ran and none failed."""
         return not self.problem and not self.failures and bool(self.counts.get("passed"))
+
+    @property
+    def has_results(self) -> bool:
+        """Whether tests ran, also if some failed."""
+        return any(self.counts.values())
 
 
 class NotTested(Exception):
@@ -325,39 +330,46 @@ def _python(folder: Path) -> list[str]:
     return [str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")]
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def _run(command: list[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        NotHere: it cannot be started, or it fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NotHere(f"not installed: {error}") from None
     if done.returncode:
-        errors = [
-            line.strip().removeprefix("ERROR: ")
-            for line in done.stdout.splitlines()
-            if line.strip().startswith("ERROR: ")
-        ]
-        raise NotHere(
-            f"not installed: {(errors or done.stdout.splitlines() or ['pip said nothing'])[-1]}"
-        )
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+        errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+        raise NotHere(f"not installed: {(errors or lines or ['no message'])[-1]}")
+    return done.stdout
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """The versions in an environment."""
+    """The versions in an environment.
+
+    Raises:
+        NotHere: its Python or one of the packages is missing.
+    """
     ask = (
         "import json, platform; from importlib.metadata import version as v; print(json.dumps({p: "
         f"v(p) for p in {_PACKAGES}}} | "
         '{"python": platform.python_version()}))'
     )
-    return json.loads(
-        subprocess.run(
-            [*_python(folder), "-c", ask], capture_output=True, text=True, check=True
-        ).stdout
-    )
+    return json.loads(_run([*_python(folder), "-c", ask]))
 
 
 @functools.cache
 def switches(folder: Path) -> list[str]:
-    """Those of SWITCHES that the JAX of an environment has."""
+    """Those of SWITCHES that the JAX of an environment has.
+
+    Raises:
+        NotHere: JAX cannot be imported.
+    """
     ask = f"import jax; print(*[s for s in {list(SWITCHES)} if hasattr(jax.config, s)])"
-    done = subprocess.run([*_python(folder), "-c", ask], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    return _run([*_python(folder), "-c", ask]).split()
 
 
 # -- tests -----------------------------------------------------------------------------------------
@@ -385,7 +397,7 @@ def core(
 
     Raises:
         NotHere: the time ran out before a test had failed.
-        NotTested: pytest ended in the middle.
+        NotTested: pytest ended in the middle, or ran no test.
     """
     command = [
         *_python(folder),
@@ -455,7 +467,7 @@ def core(
             f"the tests were stopped after {limit:g} minutes, at {percent} %; {counts['passed']} "
             "had passed, and none had failed"
         )
-    if not late.is_set() and process.returncode not in (0, 1):
+    if not late.is_set() and (process.returncode not in (0, 1) or not any(counts.values())):
         raise NotTested(f"pytest ended with {process.returncode}: {last}")
     return counts, dict(sorted(failures.items()))
 
@@ -646,11 +658,21 @@ def load() -> list[Row]:
     return [Row(**row | {"combination": Combination(*row["combination"])}) for row in known]
 
 
-def write(rows: list[Row]) -> None:
+def write(rows: list[Row]) -> dict[str, Row]:
     """Put rows in the place of those of the same combination and switch, and write versions.json
-    and versions.md.
+    and versions.md. A row without results never takes the place of one that has some.
+
+    Returns:
+        By why there are no new results, the row that is kept.
     """
-    merged = {(row.combination, row.switch): row for row in [*load(), *rows]}
+    merged: dict[Any, Row] = {}
+    kept: dict[str, Row] = {}
+    for row in [*load(), *rows]:
+        old = merged.get((row.combination, row.switch))
+        if old is not None and old.has_results and not row.has_results:
+            kept[f"{row}: {row.problem}"] = old
+        else:
+            merged[row.combination, row.switch] = row
     ordered = sorted(
         merged.values(),
         key=lambda row: (
@@ -660,6 +682,7 @@ def write(rows: list[Row]) -> None:
     )
     RESULTS.write_text(json.dumps([dataclasses.asdict(row) for row in ordered], indent=1) + "\n")
     PAGE.write_text(page(ordered))
+    return kept
 
 
 @contextlib.contextmanager
@@ -772,7 +795,9 @@ def main(argv: list[str] | None = None) -> int:
                 rows.extend(tested(combination, here, asked, begin(combination)))
     finally:
         if rows and not asked.no_write and not asked.tests:
-            write(rows)
+            for why, row in write(rows).items():
+                keeps = f"docs/versions.md keeps the results of {row.where['date']}"
+                console.print(f"{why}; {keeps}", highlight=False, markup=False, soft_wrap=True)
     if asked.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
     else:

@@ -301,6 +301,76 @@ def test_what_cannot_be_installed_is_a_row(
     )
 
 
+#: A Python that makes environments of itself, and ends as these lines say for pip, -c and pytest.
+FAKE = """#!/bin/sh
+case "$*" in
+    *"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python";;
+    *"-m pip"*) {pip};;
+    *"-m pytest"*) echo "No module named pytest"; exit 1;;
+    *) {c};;
+esac
+"""
+GIVES = """echo '{"python": "3.13.0"}'"""
+FAILED_INSTALLS = {
+    "pip fails": ("echo 'ERROR: No matching distribution found'; exit 1", GIVES, "No matching"),
+    "a package is missing": ("true", "echo 'PackageNotFoundError: flax' >&2; exit 1", "flax"),
+    "pytest is missing": ("true", GIVES, "pytest ended with 1: No module named pytest"),
+    "there is no such Python": (None, None, "Python 3.13 is not on this machine"),
+    "the interpreter is gone": ("", None, "No such file or directory"),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the Python is a shell script")
+@pytest.mark.parametrize("arguments", [[], ["--switches", "none"]], ids=["core", "switches"])
+@pytest.mark.parametrize("name", FAILED_INSTALLS)
+def test_a_failed_install_keeps_the_results_of_an_earlier_one(
+    name: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pip, c, told = FAILED_INSTALLS[name]
+    fake = tmp_path / "python"
+    if c is not None:
+        fake.write_text(FAKE.replace("{pip}", str(pip)).replace("{c}", c))
+        fake.chmod(0o755)
+    monkeypatch.setenv("TORCHFUNC_JAX_VERSIONS_DIR", str(tmp_path / "environments"))
+    monkeypatch.setattr(versions, "pythons", lambda: {} if pip is None else {"3.13": str(fake)})
+    monkeypatch.setattr(versions.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
+    monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
+    monkeypatch.setattr(versions, "PAGE", tmp_path / "versions.md")
+    asked = ["--only", ",".join(NEW), *arguments]
+    assert versions.main(asked) == 1  # the first time there is no row to keep
+    (row,) = versions.load()
+    assert told in row.problem and told in (tmp_path / "versions.md").read_text()
+    assert "keeps the results" not in capsys.readouterr().err
+    counts = {"passed": 5, "failed": 1, "skipped": 0}
+    versions.write(
+        [Row(NEW, {}, counts, ["tests/test_a.py::test_one"], where=WHERE, switch=row.switch)]
+    )
+    before = [(tmp_path / name).read_text() for name in ("versions.json", "versions.md")]
+    assert versions.main(asked) == 1
+    assert [(tmp_path / name).read_text() for name in ("versions.json", "versions.md")] == before
+    said = capsys.readouterr().err
+    assert told in said and "docs/versions.md keeps the results of 2026-01-02" in said
+
+
+def test_results_take_the_place_of_other_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
+    monkeypatch.setattr(versions, "PAGE", tmp_path / "versions.md")
+    good = Row(NEW, {}, {"passed": 5, "failed": 0, "skipped": 0}, where=WHERE)
+    bad = Row(NEW, {}, {"passed": 0, "failed": 5, "skipped": 0}, ["tests/a.py::b"], where=WHERE)
+    for row in (Row(NEW, problem="not installed: no room", where=WHERE), good, bad):
+        assert versions.write([row]) == {} and versions.load() == [row]
+    # of one run: a problem after the results of the same combination
+    problem = Row(NEW, problem="not installed: no room", where=WHERE)
+    assert list(versions.write([good, problem]).values()) == [good]
+    assert versions.load() == [good]
+
+
 # -- another PyTorch -------------------------------------------------------------------------------
 # In the place of a version that is not known yet: this one without some of its names.
 WITHOUT = """

@@ -375,7 +375,9 @@ class _Call:
                 raise
             raise self.no_jvp() from error
         if any(captured):  # these are operands of the rules, and the outputs do not depend on them
-            outs = _of_inputs(outs, *values)
+            # each by itself: with jax_custom_jvp3, JAX makes zeros of the cotangents of outputs
+            # that are not used, if another output of the same custom_jvp is used
+            outs = [_of_inputs(o, *values) for o in outs]
         outs = outs if torch.is_grad_enabled() else operands.stop(outs)
         return self._finish(
             outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out
@@ -700,31 +702,27 @@ def _as_input(v: jax.Array, given: torch.Tensor, name: str) -> jax.Array:
 
 
 @jax.jit
-def of_inputs_alone(outs: list[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The outputs; by this function's name in a jaxpr ``bridge.jit.program`` sees that they depend
-    on the inputs and on nothing else.
+def of_inputs_alone(out: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
+    """The output; by this function's name in a jaxpr ``bridge.jit.program`` sees that it depends on
+    the inputs and on nothing else.
 
     It uses the inputs without effect, because JAX drops unused values from a program.
     """
-    outs, inputs = jax.lax.stop_gradient((outs, inputs))
+    out, inputs = jax.lax.stop_gradient((out, inputs))
     nothing = sum(jnp.sum(jnp.real(v).reshape(-1)[:0]) for v in jax.tree_util.tree_leaves(inputs))
-    return [
-        jnp.where(jnp.zeros(o.shape, bool), jnp.asarray(nothing).astype(o.dtype), o) for o in outs
-    ]
+    return jnp.where(jnp.zeros(out.shape, bool), jnp.asarray(nothing).astype(out.dtype), out)
 
 
 @jax.custom_jvp
-def _of_inputs(outs: list[jax.Array], *inputs: jax.Array) -> list[jax.Array]:
-    return of_inputs_alone(outs, inputs)
+def _of_inputs(out: jax.Array, *inputs: jax.Array) -> jax.Array:
+    return of_inputs_alone(out, inputs)
 
 
 @functools.partial(_of_inputs.defjvp, symbolic_zeros=True)
 def _of_inputs_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     given, *others = tangents
     if all(isinstance(t, SymbolicZero) for t in others):
-        given = [
-            jax.custom_derivatives.zero_from_primal(o, symbolic_zeros=True) for o in primals[0]
-        ]
+        given = jax.custom_derivatives.zero_from_primal(primals[0], symbolic_zeros=True)
     return _of_inputs(*primals), given
 
 

@@ -87,21 +87,12 @@ WHY = {
     "jax_remat3": (
         "JAX asks the policy of a checkpoint about fewer primitives. The results are the same."
     ),
-    "jax_custom_vjp3": (
-        "`bridge.from_jax` knew the rules of a `custom_vjp` by the primitive's old name alone. It "
-        "knows the new name since the run."
-    ),
-    "jax_custom_jvp3": (
-        "behind a `custom_jvp`, JAX gives a `custom_vjp` with `symbolic_zeros` arrays of zeros, "
-        "not symbolic ones, so that an `autograd.Function` gets zeros for None. `bridge.from_jax` "
-        "knew the rules of a `custom_jvp` by the primitive's old name alone; it knows the new name "
-        "since the run."
-    ),
     "jax_auto_pcast": (
-        "inside of `jax.shard_map`, each primitive wants operands that vary over the same axes "
-        "(`ValueError: Primitive mul requires varying manual axes to match`). The lowerings leave "
-        "this to JAX, which no longer does it by itself. Programs without `shard_map` run as "
-        "before."
+        "inside of `jax.shard_map`, JAX 0.12.0.1 itself cannot compute `jax.lax.logistic`, nor the "
+        "derivatives of `jnp.tanh(x)` and `x**2` (`ValueError: Primitive mul requires varying "
+        "manual axes to match`). The tests that fail have these in a layer, or in JAX code of "
+        "their own. Other torch code runs there, because this library lets JAX cast the operands "
+        "in it, whatever the option says. Programs without `shard_map` run as before."
     ),
 }
 _PACKAGES = ("torch", "jax", "jaxlib", "flax", "numpy")
@@ -580,11 +571,13 @@ def page(rows: list[Row]) -> str:
         "",
         *_wrapped(
             "This page has the results of the tests on the supported versions of Python, PyTorch "
-            "and JAX. Each combination runs in a separate environment, with the newest fitting "
-            "release of all other packages. It runs the core of the tests: all tests but the slow "
-            "ones and the sweeps over all operators, which are in [coverage.md](coverage.md). "
-            "`make test-versions` runs the oldest and the newest combination and writes this page; "
-            '`make test-versions ARGS="--only all"` runs all combinations.'
+            "and JAX. Each combination of versions has an environment of its own, with the newest "
+            "release of every other package that fits. The tests are the core: all but the slow "
+            "ones and the sweeps over all operators, whose results are in "
+            "[coverage.md](coverage.md). `make test-versions` runs the oldest and the newest "
+            'combination and writes this page; `make test-versions ARGS="--only all"` runs all '
+            "combinations. The time of installing is 0.0 min where the environment was there "
+            "before."
         ),
         "",
         (
@@ -600,7 +593,7 @@ def page(rows: list[Row]) -> str:
     ]
     for machine in dict.fromkeys(row.where["machine"] for row in rows):
         where = [str(row.combination) for row in rows if row.where["machine"] == machine]
-        lines += [*textwrap.wrap(f"Measured on {machine}: {'; '.join(where)}.", 100), ""]
+        lines += [*_wrapped(f"These ran on {machine}: {'; '.join(where)}."), ""]
     lines += [
         "`torchfunc-jax doctor` prints the versions that you have, and their known faults.",
         "",
@@ -620,9 +613,10 @@ def _section_of_switches(rows: list[Row]) -> list[str]:
         return []
     files = ", ".join(f"`{name.removeprefix('tests/')}`" for name in SWITCHED)
     text = (
-        "JAX has options for what is to become its default. These are the results of a part of the "
-        f"core ({files}) without and with each of them, one at a time, by an environment variable "
-        'such as `JAX_SCAN3=1`. `make test-versions ARGS="--switches"` measures this again.'
+        "Some options of JAX are to get another default value. The table has the results of a part "
+        "of the core without these values (none) and with each of them, one at a time, which an "
+        f"environment variable such as `JAX_SCAN3=1` sets. The tests are those of {files}. "
+        '`make test-versions ARGS="--switches"` runs them again.'
     )
     lines = ["## JAX's coming defaults", "", *_wrapped(text), ""]
     lines += [

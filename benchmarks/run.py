@@ -205,10 +205,10 @@ def markdown_table(results: dict[str, Any]) -> str:
         ),
         "",
         (
-            f"{describe(results['machine'])}. Median time of a call, in brackets as a multiple of "
-            "the hand-written JAX."
+            f"{describe(results['machine'])}. The table shows the median time of a call, and in "
+            "brackets its multiple of the hand-written JAX's."
         ),
-        f"Measured by `benchmarks/run.py`; first calls and quartiles are in `{results['file']}`.",
+        f"`benchmarks/run.py` measured it; first calls and quartiles are in `{results['file']}`.",
     ]
     return "\n".join(lines)
 

@@ -97,8 +97,9 @@ _OURS = frozenset({"bridge", "torchfunc_jax"})
 _ANY_NAME = frozenset(
     {"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"}
 )
-#: Methods that Python calls although the code does not name them; methods that only make or show an
-#: object are left out.
+#: Methods that Python calls to make an object; they count for classes that the code names.
+_MAKERS = frozenset({"__new__", "__init__", "__post_init__"})
+#: Methods that Python calls although the code does not name them.
 _IMPLICIT = frozenset(
     {
         "__call__",
@@ -202,11 +203,12 @@ class Found:
         self._objects: list[tuple[Any, Place, _Way]] = []  # (object, the place of its attributes)
         self._names: set[str] = set(_IMPLICIT)
         # those of them that the code reads, and does not only set
-        self._loaded: set[str] = set(_IMPLICIT)
+        self._loaded: set[str] = {*_IMPLICIT, *_MAKERS}
         self._stored: set[str] = set()  # those that it sets
         self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         # classes and Python modules; only attributes that the code names count
         self._spaces: dict[type | types.ModuleType, None] = {}
+        self._named_classes: set[type] = set()  # those that the code may make objects of
         self._done: set[tuple[Any, str]] = set()  # names in these that have been searched
         self._inherited: dict[type, set[str]] = {}  # names that a class inherits
         # of functions of installed packages, whose names are noted
@@ -353,10 +355,11 @@ class Found:
         """The names of a class, or of a Python module, that the function uses."""
         if isinstance(space, types.ModuleType):
             return [n for n in self._names if n in space.__dict__]
+        names = [*self._names, *(_MAKERS if space in self._named_classes else ())]
         if self._named is not None:
-            return list(self._names)
+            return names
         return [
-            *self._names,
+            *names,
             *[
                 n
                 for c in space.__mro__
@@ -530,6 +533,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         return
     if isinstance(x, type) and _of_user(x.__module__):
         found._spaces[x] = None
+        found._named_classes.add(x)
         if not of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
     if isinstance(x, torch.optim.Optimizer):

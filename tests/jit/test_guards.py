@@ -8,6 +8,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import gc
 import importlib
@@ -1763,3 +1764,52 @@ def test_values_that_the_function_has_written_itself() -> None:
     for k in range(3):
         same(f(X), X * (k + 2))
         same(written, torch.full((3,), k + 2.0))
+
+
+# -- what runs when an object is made --------------------------------------------------------------
+_SCALE = 2.0
+_MADE: list[Any] = []
+
+
+class _Scaled:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x * _SCALE
+
+
+class _ScaledToo(_Scaled):
+    pass
+
+
+class _New:
+    x: torch.Tensor
+
+    def __new__(cls, x: torch.Tensor) -> Any:
+        made = object.__new__(cls)
+        made.x = x * _SCALE
+        return made
+
+
+@dataclasses.dataclass
+class _AfterInit:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.x = self.x * _SCALE
+
+
+class _Registered:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x * (1 + len(_MADE))
+        _MADE.append(self.x)
+
+
+@pytest.mark.parametrize("cls", [_Scaled, _ScaledToo, _New, _AfterInit, _Registered])
+def test_what_a_constructor_reads_is_seen(cls: Any) -> None:
+    global _SCALE
+    _MADE.clear()
+    compiled = jit(lambda x: cls(x).x + 1)
+    found = []
+    for _SCALE in (2.0, 3.0, 5.0):
+        found.append(compiled(X))
+        same(found[-1], X * (len(found) if cls is _Registered else _SCALE) + 1)
+    assert len(_MADE) == (3 if cls is _Registered else 0)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from bridge import private_calls
+from bridge.boundary.calls import plain
 from bridge.lowering.nn.attention import blocks
 from bridge.lowering.registry import OVERRIDDEN
 from bridge.trace.levels import state
@@ -69,10 +70,8 @@ def _attention(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Ten
         while len(given) > 3 and not (isinstance(given[-1], torch.Tensor) or given[-1]):
             given.pop()
         named = {"scale": scale, "enable_gqa": enable_gqa}
-        return plan_of(_WHOLE.default)(
-            tuple(cast_by_autocast(given)),
-            {k: x for k, x in named.items() if x is not None and x is not False},
-        )
+        named = {k: x for k, x in named.items() if x is not None and x is not False}
+        return plain(plan_of(_WHOLE.default))(tuple(cast_by_autocast(given)), named)
     on_cuda = isinstance(query, torch.Tensor) and query.device.type == "cuda"
     return _by_formula(*call.args, **call.kwargs) if on_cuda else func(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from bridge import private, private_calls, private_jax
 from bridge.convert import tensors
 from bridge.errors import DataDependentError, at_line
-from bridge.intercepted import attention, cuda_functions, gradient_hooks
+from bridge.intercepted import attention, gradient_hooks, recurrent_layers
 from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import packed_sequences, views
@@ -32,6 +32,7 @@ from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import Unrecordable, innermost, state
 from bridge.trace.torch_random import refuse_unmapped
 from bridge.trace.tracing import (
+    NO_KERNEL,
     PYTHON_RULES,
     Traced,
     concrete,
@@ -422,6 +423,15 @@ def fused_attention() -> bool:
     )
 
 
+def jiterator(*args: Any, **kwargs: Any) -> Any:
+    """A kernel of torch.cuda.jiterator, which reads at the addresses of tensors and does not ask
+    whether they have memory.
+    """
+    if state.level is None or not torch.cuda.is_available():
+        return private_calls.original("jiterator")(*args, **kwargs)
+    raise RuntimeError(f"torch.cuda.jiterator: {NO_KERNEL}{at_line()}")
+
+
 def is_compiling() -> bool:
     """Whether torch.compile or torch.export is at work, or this thread traces a jitted function:
     libraries then ask for no values.
@@ -573,7 +583,7 @@ PYTHON_RULES |= {
     torch.Tensor.addcdiv_: _addcdiv_,
     **packed_sequences.FUNCTIONS,
     **attention.FUNCTIONS,
-    **cuda_functions.FUNCTIONS,
+    **recurrent_layers.FUNCTIONS,
 }
 private_calls.IN_TRACES.update(
     {
@@ -581,6 +591,7 @@ private_calls.IN_TRACES.update(
         "causal_hint": causal_hint,
         "fused_attention": fused_attention,
         "is_compiling": is_compiling,
+        "jiterator": jiterator,
         "batch_norm_forward": batch_norm_forward,
         "deepcopy": deepcopy,
         "in_class": in_class,

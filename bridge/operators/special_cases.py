@@ -33,6 +33,13 @@ own_rule("aten.is_same_size")(lambda args, kwargs: args[0].shape == args[1].shap
 own_rule("aten._has_same_storage_numel")(lambda args, kwargs: args[0].numel() == args[1].numel())
 # DLPack asks; inside a transform a tensor is in JAX's memory
 own_rule("aten.is_pinned")(lambda args, kwargs: False)
+# whether PyTorch's ctc_loss calls a library
+own_rule(
+    "aten._use_cudnn_ctc_loss",
+    "aten._use_cudnn_ctc_loss.Tensor",
+    "aten._use_miopen_ctc_loss",
+    "aten._use_miopen_ctc_loss.Tensor",
+)(lambda args, kwargs: False)
 
 
 @own_rule("aten.copy_")

@@ -299,7 +299,9 @@ class Guards:
                     return False
         except GONE_ERRORS:
             return False
-        return all((current(place) is not GONE) is there for place, there in self.there)
+        return not self.there or all(
+            (current(place) is not GONE) is there for place, there in self.there
+        )
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""

@@ -478,7 +478,12 @@ def equations(
     """Equations that compute the function of these variables and constants
     into the variables outs.
     """
-    small = jax.make_jaxpr(function)(*[v.aval for v in operands]).jaxpr
+    avals = [v.aval for v in operands]
+    small = jax.make_jaxpr(function)(*avals).jaxpr
+    own = {v for v in small.outvars if not isinstance(v, Literal)} - {*small.invars}
+    if len(own) < len(small.outvars):  # a result is an operand, or two results are one
+        copied = lambda *xs: [lax.copy_p.bind(y) for y in jax.tree.leaves(function(*xs))]
+        small = jax.make_jaxpr(copied)(*avals).jaxpr
     known = dict(zip(small.invars, operands, strict=True)) | dict(
         zip(small.outvars, outs, strict=True)
     )

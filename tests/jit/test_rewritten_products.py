@@ -4,6 +4,8 @@ weights before few rows.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import torchfunc_jax
-from bridge.xla.products import in_order, rearranged, rearranging
+from bridge.xla.products import equations, in_order, rearranged, rearranging
 
 
 def names(jaxpr):
@@ -411,3 +413,18 @@ def test_a_matrix_times_mapped_vectors_is_their_rows_times_its_transpose(product
     text = f.lower(m, rows).as_text().split("dot_general")[1]
     # XLA carries one through the operators that follow, and reads memory in strides there
     assert "transpose" not in text
+
+
+def test_results_that_are_operands_or_one_result_twice() -> None:
+    """A loop of which one carried value never changes, as in the second derivative of a recurrent
+    layer: JAX gives its first value as its last one.
+    """
+    new = jax.make_jaxpr(lambda *xs: [x * 1 for x in xs] * 2)(1.0, 2.0).jaxpr
+
+    def run(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        z = x + y
+        return [x, z, z, jnp.sin(y)]
+
+    made = equations(run, new.invars, new.outvars)
+    found = jax.core.eval_jaxpr(new.replace(eqns=made), [], 1.0, 2.0)
+    assert [*map(float, found)] == pytest.approx([1.0, 3.0, 3.0, math.sin(2.0)])

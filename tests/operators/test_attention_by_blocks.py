@@ -155,6 +155,25 @@ def test_backward() -> None:
         same([x.grad for x in leaves], list(truth), rtol=1e-9, atol=1e-9)
 
 
+def test_backward_inside_of_a_jitted_function() -> None:
+    """As in a training step that is jitted as a whole; also twice."""
+    leaves = [x.clone().requires_grad_() for x in (Q, K, K)]
+
+    def loss(*xs: torch.Tensor) -> torch.Tensor:
+        return attention(*xs, is_causal=True).square().sum()
+
+    def twice(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(loss(*xs), xs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+
+    truth = torch.func.grad(loss, (0, 1, 2))(Q, K, K)
+    found = jit(lambda *xs: torch.autograd.grad(loss(*xs), xs))(*leaves)
+    same(list(found), list(truth), rtol=1e-9, atol=1e-9)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = twice(*leaves)
+    same(list(jit(twice)(*leaves)), list(expected), rtol=1e-8, atol=1e-8)
+
+
 def test_the_fused_operator_and_its_backward() -> None:
     """PyTorch's C++ may call them too."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,5 +1,8 @@
-"""Functions for which PyTorch calls kernels that CUDA alone has; in a trace they are lowered
-operators, or formulas.
+"""Recurrent layers inside a trace, as one operator each: a loop over the steps.
+
+On a CPU PyTorch takes GRU and Elman layers apart, step by step, before a trace sees them: a program
+of a hundred steps would be a hundred times as long. Its LSTM is an operator there too. CUDA's
+kernels want all weights in one piece of memory, and compute the gates of a cell at once.
 """
 
 from __future__ import annotations
@@ -12,10 +15,9 @@ import torch.nn.functional as F
 
 from bridge import private_calls
 from bridge.boundary.calls import plain
-from bridge.errors import at_line
 from bridge.operators import packed_sequences
 from bridge.trace.levels import state
-from bridge.trace.tracing import NO_KERNEL, concrete, own_rule, plan_of
+from bridge.trace.tracing import concrete, plan_of
 
 
 def flatten_parameters(layer: torch.nn.RNNBase) -> None:
@@ -26,34 +28,33 @@ def flatten_parameters(layer: torch.nn.RNNBase) -> None:
         private_calls.original("flatten_parameters")(layer)
 
 
-def jiterator(*args: Any, **kwargs: Any) -> Any:
-    """A kernel of torch.cuda.jiterator, which reads at the addresses of tensors and does not ask
-    whether they have memory.
+def _apart(kind: str, x: torch.Tensor, dropout: float, train: bool) -> bool:
+    """Whether PyTorch takes the layer apart: on a CPU its LSTM is an operator already, its dropout
+    draws, and autocast chooses a dtype for each product.
     """
-    if state.level is None or not torch.cuda.is_available():
-        return private_calls.original("jiterator")(*args, **kwargs)
-    raise RuntimeError(f"torch.cuda.jiterator: {NO_KERNEL}{at_line()}")
+    return x.device.type != "cuda" and (
+        kind == "lstm" or bool(dropout and train) or torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
     on_cpu = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)]
 
     def rule(func: Callable[..., Any], *args: Any) -> Any:
-        """A recurrent layer: cuDNN wants all weights in one piece of memory."""
-        if args[0].device.type != "cuda":
-            return on_cpu(func, *args)
-        operators = getattr(torch.ops.aten, kind)
+        """A recurrent layer."""
+        if len(args) != 9:
+            return func(*args)  # which says what is wrong
         # of a packed sequence
-        if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
-            data, sizes, state, weights, *options = args
-            known = concrete(sizes, "a recurrent layer of a packed sequence")
-            return plain(
-                lambda x, hx, params: plan_of(operators.data)((x, known, hx, params, *options), {})
-            )(data, state, weights)
-        data, state, weights, *options = args
-        return plain(lambda x, hx, params: plan_of(operators.input)((x, hx, params, *options), {}))(
-            data, state, weights
-        )
+        packed = isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool)
+        x, *sizes, state, weights = args[: 4 if packed else 3]
+        options = args[4 if packed else 3 :]
+        if _apart(kind, x, *options[2:4]):
+            return on_cpu(func, *args)
+        given = [concrete(t, "a recurrent layer of a packed sequence") for t in sizes]
+        operator = getattr(getattr(torch.ops.aten, kind), "data" if packed else "input")
+        return plain(
+            lambda x, state, weights: plan_of(operator)((x, *given, state, weights, *options), {})
+        )(x, state, weights)
 
     return rule
 
@@ -106,17 +107,6 @@ def _gru_cell(
     return n + (iz + hz).sigmoid() * (h - n)
 
 
-@own_rule(
-    "aten._use_cudnn_ctc_loss",
-    "aten._use_cudnn_ctc_loss.Tensor",
-    "aten._use_miopen_ctc_loss",
-    "aten._use_miopen_ctc_loss.Tensor",
-)
-def _by_library(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether PyTorch's ctc_loss calls a library."""
-    return False
-
-
 #: torch function -> the function that is called in its place.
 FUNCTIONS: dict[Any, Any] = {
     torch._VF.lstm_cell: _lstm_cell,
@@ -126,4 +116,4 @@ FUNCTIONS: dict[Any, Any] = {
         for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
 }
-private_calls.IN_TRACES.update(jiterator=jiterator, flatten_parameters=flatten_parameters)
+private_calls.IN_TRACES["flatten_parameters"] = flatten_parameters

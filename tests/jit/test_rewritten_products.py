@@ -419,7 +419,7 @@ def test_results_that_are_operands_or_one_result_twice() -> None:
     """A loop of which one carried value never changes, as in the second derivative of a recurrent
     layer: JAX gives its first value as its last one.
     """
-    new = jax.make_jaxpr(lambda *xs: [x * 1 for x in xs] * 2)(1.0, 2.0).jaxpr
+    new = jax.make_jaxpr(lambda x, y: [x * 1, x * 2, y * 3, y * 4])(1.0, 2.0).jaxpr
 
     def run(x: jax.Array, y: jax.Array) -> list[jax.Array]:
         z = x + y

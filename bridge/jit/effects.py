@@ -175,7 +175,8 @@ def noted(
                                 if not _of_trace(v)
                             ],
                         )
-            if any(map(found.sets, [n for t, old in names for n in vars(t).keys() - old])):
+            new = [n for t, old in names for n in vars(t).keys() - old if not n.startswith("_")]
+            if any(map(found.sets, new)):
                 raise CalledItself("it gives attributes to a tensor among its arguments")
             both = {type(node) for node, *_ in nodes if trees.children(node) is None} & {
                 *map(type, found.alive)

@@ -267,7 +267,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             found = closure_scan.scan(*roots, deeper=attempt > 0)
             for reason in found.refused():
                 raise CalledItself(reason)
-            if any(map(found.names, [n for x in call.leaves if is_array(x) for n in _extra(x)])):
+            if any(map(found.contains, [n for x in call.leaves if is_array(x) for n in _extra(x)])):
                 raise CalledItself("it reads an attribute that a tensor among its arguments has")
             candidates = [
                 (t, place)
@@ -304,8 +304,9 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
 
 
 def _extra(x: Any) -> Iterable[str]:
-    """The names of the attributes that a tensor has been given."""
-    return getattr(x, "__dict__", ()) if type(x) in (torch.Tensor, torch.nn.Parameter) else ()
+    """The names of the public attributes that a tensor has been given."""
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return [n for n in vars(x) if not n.startswith("_")] if plain else ()
 
 
 def _gradients(

@@ -404,6 +404,12 @@ class Found:
         """
         return None if not _ANY_NAME.isdisjoint(self._loaded) else self._loaded
 
+    def contains(self, name: str) -> bool:
+        """Whether the code of the function, or of a method that it calls, reads that name itself,
+        and not only any attribute.
+        """
+        return name in self._loaded
+
     def names(self, name: str) -> bool:
         """Whether the function, or a method that it calls, uses that name."""
         return self._named is None or name in self._named

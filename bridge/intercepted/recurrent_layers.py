@@ -1,8 +1,8 @@
 """Recurrent layers inside a trace, as one operator each: a loop over the steps.
 
-On a CPU PyTorch takes GRU and Elman layers apart, step by step, before a trace sees them: a program
-of a hundred steps would be a hundred times as long. Its LSTM is an operator there too. CUDA's
-kernels want all weights in one piece of memory, and compute the gates of a cell at once.
+On a CPU PyTorch takes most of them apart, step by step, before a trace sees them: a program of a
+hundred steps would be a hundred times as long. CUDA's kernels want all weights in one piece of
+memory, and compute the gates of a cell at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,8 @@ def flatten_parameters(layer: torch.nn.RNNBase) -> None:
         private_calls.original("flatten_parameters")(layer)
 
 
-def _apart(kind: str, x: torch.Tensor, dropout: float, train: bool) -> bool:
-    """Whether PyTorch takes the layer apart: on a CPU its LSTM is an operator already, its dropout
-    draws, and autocast chooses a dtype for each product.
-    """
-    return x.device.type != "cuda" and (
-        kind == "lstm" or bool(dropout and train) or torch.is_autocast_enabled(x.device.type)
-    )
-
-
 def _recurrent(kind: str) -> Callable[..., Any]:
-    on_cpu = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)]
+    apart = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)]
 
     def rule(func: Callable[..., Any], *args: Any) -> Any:
         """A recurrent layer."""
@@ -47,14 +38,37 @@ def _recurrent(kind: str) -> Callable[..., Any]:
         # of a packed sequence
         packed = isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool)
         x, *sizes, state, weights = args[: 4 if packed else 3]
-        options = args[4 if packed else 3 :]
-        if _apart(kind, x, *options[2:4]):
-            return on_cpu(func, *args)
+        _, layers, dropout, train, *directions = args[4 if packed else 3 :]
+        if x.device.type != "cuda" and torch.is_autocast_enabled(x.device.type):
+            return apart(func, *args)  # autocast chooses a dtype for each product
         given = [concrete(t, "a recurrent layer of a packed sequence") for t in sizes]
-        operator = getattr(getattr(torch.ops.aten, kind), "data" if packed else "input")
-        return plain(
-            lambda x, state, weights: plan_of(operator)((x, *given, state, weights, *options), {})
-        )(x, state, weights)
+        operator = plan_of(getattr(getattr(torch.ops.aten, kind), "data" if packed else "input"))
+
+        def run(x: torch.Tensor, state: Any, weights: Any, layers: int, *directions: bool) -> Any:
+            options = (True, layers, 0.0, False, *directions)
+            return plain(lambda x, *rest: operator((x, *given, *rest, *options), {}))(
+                x, state, weights
+            )
+
+        if not (dropout and train and layers > 1):
+            return run(x, state, weights, layers, *directions)
+        # PyTorch draws between two layers, where time comes first
+        both, *batch_first = directions
+        y = x.transpose(0, 1) if any(batch_first) else x
+        states, each, last = [state] if kind != "lstm" else state, len(weights) // layers, []
+        for k in range(layers):
+            own = [s.chunk(layers)[k] for s in states]
+            y, *new = run(
+                F.dropout(y, dropout) if k else y,
+                own if kind == "lstm" else own[0],
+                weights[k * each : (k + 1) * each],
+                1,
+                both,
+                *[False for _ in batch_first],
+            )
+            last.append(new)
+        y = y.transpose(0, 1) if any(batch_first) else y
+        return y, *[torch.cat(parts) for parts in zip(*last, strict=True)]
 
     return rule
 

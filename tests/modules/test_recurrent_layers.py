@@ -1,4 +1,4 @@
-"""GRU and Elman layers: one loop over the steps in every way to call them, beside PyTorch."""
+"""LSTM, GRU and Elman layers: one loop over the steps in every way to call them, beside PyTorch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torchfunc_jax
 from torchfunc_jax import grad, jit
 
 KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "LSTM": nn.LSTM,
+    "LSTM with projections": lambda *args, **options: nn.LSTM(*args, proj_size=2, **options),
     "GRU": nn.GRU,
     "tanh": nn.RNN,
     "relu": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
@@ -22,7 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "two layers, both directions": {"num_layers": 2, "bidirectional": True},
     "batch first, no bias": {"batch_first": True, "bias": False},
-    "dropout": {"num_layers": 2, "dropout": 0.5},
+    "dropout": {"num_layers": 3, "dropout": 0.5, "bidirectional": True},
+    "dropout, batch first": {"num_layers": 2, "dropout": 0.5, "batch_first": True},
 }
 
 
@@ -34,7 +37,12 @@ def _layer(kind: str, form: str) -> nn.RNNBase:
 def _loss(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y, state = layer(x)
     y = y if isinstance(y, torch.Tensor) else y.data
-    return (y * torch.linspace(0.5, 1.5, y.shape[-1])).pow(2).sum() + state.sin().sum()
+    weights = torch.linspace(0.5, 1.5, y.shape[-1])
+    return (y * weights).pow(2).sum() + sum(s.sin().sum() for s in _states(state))
+
+
+def _states(state: Any) -> list[torch.Tensor]:
+    return [state] if isinstance(state, torch.Tensor) else list(state)
 
 
 def _of_parameters(T: Any, layer: nn.Module, x: torch.Tensor) -> Any:
@@ -46,7 +54,7 @@ def _of_parameters(T: Any, layer: nn.Module, x: torch.Tensor) -> Any:
 
 def _loss_of_call(T: Any, layer: nn.Module, params: Any, x: torch.Tensor) -> torch.Tensor:
     y, state = T.functional_call(layer, params, (x,))
-    return y.pow(2).sum() + state.sin().sum()
+    return y.pow(2).sum() + sum(s.sin().sum() for s in _states(state))
 
 
 def _inside(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.process import having, without_collections
 from bridge.programs import guards, objects
+from bridge.programs.holders import Number
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
@@ -118,6 +119,31 @@ class _Family:
             self.counters += new
             self.programs.clear()
             self.first = None
+
+    def watch(self) -> None:
+        """Take the numbers that others have changed since the first program for inputs of the
+        programs to come.
+        """
+        if self.first is None:
+            return
+        numbers, first = self.first
+        known = {p.slot for p in self.counter_places()}
+        new = {}
+        for place, x in first.program.guards.numbers():
+            now = guards.current(place)
+            if type(now) is type(x) and identical(now) != identical(x) and place.slot not in known:
+                new[place.slot] = place, x
+        if not new:
+            return
+        holders = [Number(place) for place, _ in new.values()]
+        self.counters += [Change(h, h.identity, "set", None, True, None) for h in holders]
+        self.first = [*numbers, *[x for _, x in new.values()]], first
+        programs, self.programs = self.programs, {}
+        for key, e in [(key, e) for key, some in programs.items() for e in some]:
+            own = {place.slot: x for place, x in e.program.guards.numbers()}
+            if own.keys() >= new.keys():  # it is for these numbers
+                more = [identical(own[slot]) for slot in new]
+                self.programs.setdefault((*key, *more), []).append(e)
 
     def key(self, numbers: Sequence[Any], inputs: frozenset[int]) -> Any:
         return tuple([type(x) if k in inputs else identical(x) for k, x in enumerate(numbers)])
@@ -429,6 +455,7 @@ class Jitted:
                     weakref.ref(x, lambda _: families.pop(key, None)) for x in _mortal(call.leaves)
                 ]
                 families[key] = family
+            family.watch()
             numbers = [
                 *[x for x in call.leaves if type(x) is float or type(x) is int],
                 *family.counted(),
@@ -553,6 +580,8 @@ class Jitted:
         entry.facts = explaining.facts(call, key, entry)
         first = len(numbers) - len(family.counters)
         for k, (change, x) in enumerate(zip(family.counters, numbers[first:], strict=True), first):
+            if type(change.holder) is Number:  # the guards of the earlier programs tell of it
+                continue
             entry.facts[str(change)] = (
                 f"{type(x).__name__}, an input" if k in entry.changing else repr(x)
             )

@@ -303,6 +303,19 @@ class Guards:
             (current(place) is not GONE) is there for place, there in self.there
         )
 
+    def numbers(self) -> Iterator[tuple[Place, Any]]:
+        """(the place, the number) for each number that it compares, and that can be put there."""
+        found = [*self.places]
+        for place, container, entries, _ in self.data:
+            if type(container) is dict:
+                half = len(entries) // 2
+                pairs = zip(entries[:half], entries[half:], strict=True)
+                found += [(Entry(place, key), x) for key, x in pairs]
+        for place, x in found:
+            with contextlib.suppress(*GONE_ERRORS):  # the object is no longer there
+                if (type(x) is int or type(x) is float) and place.holds():
+                    yield place, x
+
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
         for d, name, training, children, hooks, forward in self.modules:

@@ -173,6 +173,16 @@ class Variable(Holder):
             owner.cell_contents = value
 
 
+class Number(Holder):
+    """A number that the function reads, and that others change."""
+
+    def entry(self, key: Any) -> Place:
+        return self.place
+
+    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
+        self.place.put(value)
+
+
 class Elements(Holder):
     """The elements of a list or deque; what is appended is appended again, whatever the list has by
     then.

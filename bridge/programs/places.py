@@ -40,6 +40,28 @@ class Place:
             )
         return self.container[self.key]
 
+    def put(self, x: Any) -> None:
+        """Put another object there, if the place ``holds`` it."""
+        if self.key is None:
+            self.container.cell_contents = x
+        else:
+            self.holding()[self.key] = x
+
+    def holds(self) -> bool:
+        """Whether another object can be put there."""
+        if self.key is None:
+            return isinstance(self.container, types.CellType)
+        return type(self) in (Place, Entry) and isinstance(self.holding(), dict | list)
+
+    def holding(self) -> Any:
+        """The container that holds it now."""
+        return self.container
+
+    @property
+    def slot(self) -> Any:
+        """Equal for two places at which there is one object now."""
+        return id(self.holding()), self.key
+
     @property
     def identity(self) -> Any:
         """Equal for two objects that stand for one place."""
@@ -75,6 +97,9 @@ class Entry(Place):
 
     def get(self) -> Any:
         return self.container.get()[self.key]
+
+    def holding(self) -> Any:
+        return self.container.get()
 
     @property
     def identity(self) -> Any:

@@ -1,0 +1,173 @@
+"""Python numbers that a jitted function reads and that change from call to call are inputs of its
+programs, wherever they are: beside the function without jit.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchfunc_jax import explain, grad, jit, vmap
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+_FACTOR: Any = 1.0
+
+
+def _global() -> tuple[Function, Callable[[Any], None]]:
+    def put(x: Any) -> None:
+        global _FACTOR
+        _FACTOR = x
+
+    return lambda x: x * _FACTOR + 1, put
+
+
+def _variable() -> tuple[Function, Callable[[Any], None]]:
+    factor: Any = 1.0
+
+    def put(x: Any) -> None:
+        nonlocal factor
+        factor = x
+
+    return lambda x: x * factor + 1, put
+
+
+def _entry() -> tuple[Function, Callable[[Any], None]]:
+    options: dict[str, Any] = {"factor": 1.0, "name": "a"}
+    return lambda x: x * options["factor"], lambda v: options.__setitem__("factor", v)
+
+
+def _element() -> tuple[Function, Callable[[Any], None]]:
+    held: list[Any] = [torch.ones(3), 1.0]
+    return lambda x: x * held[1] * held[0], lambda v: held.__setitem__(1, v)
+
+
+def _attribute() -> tuple[Function, Callable[[Any], None]]:
+    held = types.SimpleNamespace(factor=1.0)
+    return lambda x: (x * held.factor).exp(), lambda v: setattr(held, "factor", v)
+
+
+class _Scaled(nn.Module):
+    factor: Any = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * self.factor
+
+
+def _of_a_module() -> tuple[Function, Callable[[Any], None]]:
+    layer = _Scaled()
+    return layer, lambda v: setattr(layer, "factor", v)
+
+
+def _of_an_optimizer() -> tuple[Function, Callable[[Any], None]]:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return weight.detach() * 1
+
+    return step, lambda v: optimizer.param_groups[0].__setitem__("lr", v)
+
+
+def _two() -> tuple[Function, Callable[[Any], None]]:
+    held = types.SimpleNamespace(a=1.0, b=2)
+
+    def put(x: Any) -> None:
+        held.a, held.b = x, int(10 * x)
+
+    return lambda x: x * held.a + held.b, put
+
+
+#: By where a number is: a function that reads it, and what changes it.
+PLACES: dict[str, Callable[[], tuple[Function, Callable[[Any], None]]]] = {
+    "a global variable": _global,
+    "a variable": _variable,
+    "an entry of a dict": _entry,
+    "an element of a list": _element,
+    "an attribute": _attribute,
+    "an attribute of a module": _of_a_module,
+    "the rate of an optimizer": _of_an_optimizer,
+    "two attributes": _two,
+}
+WAYS: dict[str, Callable[[Function], Function]] = {
+    "jit": lambda f: f,
+    "jit of grad": lambda f: grad(lambda x: f(x).sum()),
+    "jit of vmap": lambda f: lambda x: vmap(f)(torch.stack([x, -x])),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_that_changes_at_each_call_needs_one_more_program(place: str, way: str) -> None:
+    if place == "the rate of an optimizer" and way != "jit":
+        pytest.skip("backward() is refused in a transform")
+    (f, put), (g, put_too) = PLACES[place](), PLACES[place]()
+    mine, theirs = jit(WAYS[way](f)), WAYS[way](g)
+    x = torch.tensor([1.0, -2.0, 0.5])
+    for v in (1.0, 0.5, 0.25, -2.0, 0.125, 1.0):
+        put(v)
+        put_too(v)
+        torch.testing.assert_close(mine(x), theirs(x))
+    assert len(mine.programs()) == 2
+
+
+def test_a_number_whose_value_is_asked_for_has_a_program_for_each_value() -> None:
+    held = types.SimpleNamespace(n=1)
+
+    @jit
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(held.n):
+            x = x * 2
+        return x
+
+    for held.n in (1, 3, 2, 3):
+        assert float(f(torch.ones(()))) == 2**held.n
+    assert len(f.programs()) == 3
+
+
+def test_a_number_that_becomes_something_else() -> None:
+    held = types.SimpleNamespace(factor=1.0)
+    f = jit(lambda x: x * held.factor)
+    x = torch.ones(2)
+    for held.factor in (1.0, 2.0, 3, torch.tensor(4.0), True, 5.0, 6.0):
+        torch.testing.assert_close(f(x), x * held.factor)
+    del held.factor
+    with pytest.raises(AttributeError):
+        f(x)
+    held.factor = 7.0
+    torch.testing.assert_close(f(x), x * 7)
+
+
+def test_a_number_that_the_function_and_others_change() -> None:
+    held = types.SimpleNamespace(n=0)
+
+    @jit
+    def f(x: torch.Tensor) -> torch.Tensor:
+        held.n += 1
+        return x * held.n
+
+    for k in (0, 10, 3, 3, 20):
+        held.n = k
+        assert float(f(torch.ones(()))) == k + 1 == held.n
+    assert len(f.programs()) <= 3
+
+
+def test_explain_says_which_number() -> None:
+    held = types.SimpleNamespace(factor=1.0)
+    f = jit(lambda x: x * held.factor)
+    with explain() as log:
+        for held.factor in (1.0, 2.0, 3.0, 4.0):
+            f(torch.ones(2))
+    assert len(log) == 2
+    assert "SimpleNamespace.factor was 1.0 and now is 2.0" in log[1]

@@ -90,6 +90,7 @@ class Opened:
         self.of, self.names, self.values = of, tuple(vars(of)), values
 
 
+_MANY = 8  # children that are looked at together
 #: Types whose objects are leaves; a file with another one adds it here.
 ATOMS = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), complex}
 
@@ -130,10 +131,17 @@ def _flatten(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
             leaves.append(tree)
             return LEAF
         items, context = found
-    if is_leaf is None and ATOMS.issuperset(map(type, items)):
+    if is_leaf is None and len(items) > _MANY and ATOMS.issuperset(map(type, items)):
         leaves += items
         return _make(kind, context, (LEAF,) * len(items))
-    return _make(kind, context, tuple([_flatten(item, leaves, is_leaf) for item in items]))
+    specs: list[Spec | None] = []
+    for item in items:
+        if is_leaf is None and type(item) in ATOMS:
+            leaves.append(item)
+            specs.append(LEAF)
+        else:
+            specs.append(_flatten(item, leaves, is_leaf))
+    return _make(kind, context, tuple(specs))
 
 
 def _open(tree: Any) -> tuple[Any, Any] | None:

@@ -9,6 +9,7 @@ import copyreg
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 import threading
 import time
@@ -51,6 +52,8 @@ from bridge.trace.storage import OutsideOfView
 from bridge.trace.torch_random import by_torch, random_numbers
 from bridge.trace.tracing import value_of
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_requires_grad = operator.attrgetter("requires_grad")
 # how many programs in a row may each be of use for one call only, because they change what they
 # depend on
 _TURNS = 4
@@ -273,18 +276,19 @@ class Jitted:
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
         if len(leaves) > 1 and len({*map(id, leaves)}) < len(leaves):
             leaves = without_twins(leaves)
-        found = [x for x in leaves if isinstance(x, torch.Tensor)]
+        others = () if _TENSORS.issuperset(map(type, leaves)) else leaves
+        found = [x for x in leaves if isinstance(x, torch.Tensor)] if others else leaves
         crossed, signatures = tensors.crossings(found)
         recording = torch.is_grad_enabled()
-        graded = [i for i, x in enumerate(found) if x.requires_grad] if recording else []
+        grads = recording and any(map(_requires_grad, found))
         key: list[Any] = [spec, *signatures]
-        if graded:
-            key.append((torch.Tensor, *graded))
-        inputs: list[Any] = crossed if len(found) == len(leaves) else []
+        if grads:
+            key.append((torch.Tensor, *map(_requires_grad, found)))
+        inputs: list[Any] = [] if others else crossed
         numbers: list[Any] = []
         torch_out = True
         source = iter(crossed)
-        for x in leaves if inputs is not crossed else ():
+        for x in others:
             if isinstance(x, torch.Tensor):
                 inputs.append(next(source))
                 key.append(torch.Tensor)
@@ -329,7 +333,7 @@ class Jitted:
                 captured = entry.captured(leaves)
                 if captured is not None:
                     try:
-                        return self._run(entry, leaves, inputs, captured, bool(graded), given)
+                        return self._run(entry, leaves, inputs, captured, grads, given)
                     except Misfit:
                         misfit = True
         start = time.perf_counter()
@@ -358,7 +362,7 @@ class Jitted:
             state.undone = None
         captured = entry.captured(leaves)
         assert captured is not None
-        out = self._run(entry, leaves, inputs, captured, bool(graded), given)
+        out = self._run(entry, leaves, inputs, captured, grads, given)
         entry.seconds += time.perf_counter() - start
         family = self._families.get(whole)
         if family is not None and (changed := entry.program.changed()):

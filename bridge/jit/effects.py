@@ -31,7 +31,7 @@ from bridge.process import having
 from bridge.programs import closure_scan
 from bridge.programs.closure_scan import Found, is_plain, slots_of
 from bridge.programs.holders import MISSING, REBUILT, Difference, Holder, holders, in_arguments
-from bridge.programs.places import GradOf, OfArgument, Place
+from bridge.programs.places import DictOf, GradOf, OfArgument, Place
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import views_between
 from bridge.trace.levels import state
@@ -93,12 +93,15 @@ class Effects(NamedTuple):
     def done(self) -> Any:
         """Change what the function changes, and return its result."""
         owners = [change.owner() for change, _ in self.changes]
+        leaves: list[Any] = []
+        if self.made:  # what is at a place may be replaced by a change
+            leaves, spec = trees.flatten(self.out, is_leaf=_is_recipe)
+            leaves = [_Known(x.place.get()) if type(x) is _Argument else x for x in leaves]
         made: dict[int, Any] = {}
         for owner, (change, value) in zip(owners, self.changes, strict=True):
             change.put(owner, _built(value, made))
         if not self.made:
             return self.out
-        leaves, spec = trees.flatten(self.out, is_leaf=_is_recipe)
         return trees.unflatten(spec, [_built(x, made) for x in leaves])
 
 
@@ -161,7 +164,7 @@ def noted(
                         *[id(owner) for _, owner, _ in watched],
                     },
                     {id(node): place for node, place, _ in nodes},
-                    {id(owner) for _, owner, _, differences in every if differences},
+                    {id(owner): h.place for h, owner, _, differences in every if differences},
                 )
                 # whoever catches the exception sees what was done before it, as far as no tensor of
                 # the trace is in it
@@ -266,7 +269,9 @@ class _Again(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Argument:
-    """An object that is an argument of the call."""
+    """An object that is an argument of the call, or at another place at which the function has
+    changed it.
+    """
 
     place: Place
 
@@ -283,10 +288,12 @@ class _Recipes:
     Args:
         known: ids of the objects that were there before.
         arguments: by id, the places of objects and containers that stand for arguments.
-        changed: ids of the dicts and other containers that the function changes.
+        changed: by id, the places of the dicts and other containers that the function changes.
     """
 
-    def __init__(self, known: set[int], arguments: Mapping[int, Place], changed: set[int]) -> None:
+    def __init__(
+        self, known: set[int], arguments: Mapping[int, Place], changed: Mapping[int, Place]
+    ) -> None:
         self.known, self.arguments, self.made = known, arguments, dict[int, int]()
         self.changed = changed
         self.alive: list[Any] = []
@@ -358,6 +365,10 @@ class _Recipes:
             return x
         if id(x) in self.arguments:
             return _Argument(self.arguments[id(x)])
+        if id(x) in self.changed:  # another one may be there at a later call
+            return _Argument(self.changed[id(x)])
+        if type(attributes := self.changed.get(id(getattr(x, "__dict__", None)))) is DictOf:
+            return _Argument(attributes.container)
         if id(x) in self.known:
             return _Known(x)
         if id(x) in self.made:

@@ -941,3 +941,49 @@ def test_a_donated_state_that_is_changed_and_returned() -> None:
     for k in range(4):
         state = jitted(state, torch.ones(2) * k)
         assert same(content(state), content(_entry(theirs, torch.ones(2) * k)))
+
+
+@pytest.mark.parametrize("kind", ["a dict", "a list", "an object"])
+def test_another_object_that_took_its_place_is_changed_and_returned(kind: str) -> None:
+    make: Callable[[float], object] = {
+        "a dict": lambda v: {"m": torch.full((2,), v)},
+        "a list": lambda v: [torch.full((2,), v)],
+        "an object": lambda v: _State(torch.full((2,), v)),
+    }[kind]
+    held = Kept()
+
+    def f(x: torch.Tensor) -> object:
+        old = held.a
+        if kind == "an object":
+            old.m = old.m + x  # type: ignore[union-attr]
+        else:
+            key = "m" if kind == "a dict" else 0
+            old[key] = old[key] + x  # type: ignore[index]
+        return old
+
+    jitted = jit(f)
+    for k in range(4):
+        held.a = make(float(k))
+        out = jitted(torch.ones(2))
+        assert out is held.a
+        assert same(content(out), content(make(k + 1.0)))
+
+
+def test_what_is_returned_is_what_was_changed_and_not_what_takes_its_place() -> None:
+    held = Kept()
+    held.a = {"m": torch.zeros(2)}
+
+    @jit
+    def f(x: torch.Tensor) -> object:
+        old = held.a
+        old["m"] = old["m"] + x
+        held.a = {"m": x * 5}
+        return old
+
+    for k in range(4):
+        before = held.a
+        expected = before["m"] + k
+        out = f(torch.ones(2) * k)
+        assert out is before
+        assert same(out["m"], expected)
+        assert same(held.a["m"], torch.ones(2) * k * 5)

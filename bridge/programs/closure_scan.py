@@ -28,7 +28,7 @@ import torch
 from bridge.cache_keys import identical
 from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
-from bridge.programs.code_names import GRAD, Read, read_by
+from bridge.programs.code_names import GRAD, Read, entry_of, read_by
 from bridge.programs.places import (
     GLOBAL,
     VARIABLE,
@@ -336,7 +336,7 @@ class Found:
             and all(
                 self._used.isdisjoint(p.names)
                 and self._opened.issuperset(p.names[:-1])
-                and p.names[-1] in self._added
+                and not self._added.isdisjoint((p.names[-1], *map(entry_of, p.names[-2:-1])))
                 and p.names[-1] not in self._opened
                 for p in places
             )
@@ -755,7 +755,10 @@ def _visit_children(
     transparent = isinstance(x, _TRANSPARENT) or "__wrapped__" in getattr(x, "__dict__", ())
     attributes = not transparent and (not isinstance(x, _CONTAINERS) or _has_attributes(x))
     contained = isinstance(x, _CONTAINERS)
-    nested = _replaceable(x) and (place.key is not None or place.get() is not place.container)
+    found_at = place.key is not None or place.get() is not place.container
+    nested = found_at and _replaceable(x)
+    # another defaultdict may not take the place of one, but names lead to its entries too
+    keyed = found_at and isinstance(x, collections.defaultdict)
     if isinstance(x, types.FunctionType):
         if is_ours(_defined_in(x)) or of_library(x.__module__):
             pass
@@ -790,7 +793,7 @@ def _visit_children(
         attribute = attributes and (
             not contained or where.container is getattr(x, "__dict__", None)
         )
-        if nested and not constant:
+        if not constant and (nested or (keyed and where.container is x)):
             where = Entry(
                 place if where.container is x else DictOf(place, None), where.key, where.owner
             )

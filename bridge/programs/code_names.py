@@ -33,8 +33,8 @@ class Read(NamedTuple):
             may set any.
         used: those of variables, attributes and entries that it reads, and not only to add to a
             container there, or to read its entries.
-        opened, added: those that it reads to read an entry of the container there, and to add to
-            it.
+        opened, added: those that it reads to read or set an entry of the container there, and to
+            add to it; ``entry_of`` stands for entries at keys that are variables.
         set_globals: those of global variables that it sets or deletes.
     """
 
@@ -59,13 +59,16 @@ def read_by(code: types.CodeType) -> Read:
     named = [s for s in steps if s.opcode in dis.hasname]
     stored = [s.argval for s in named if s.opname.startswith(_STORING)]
     steps = [s for s in steps if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
-    reads = [(s.argval, steps[i + 1 : i + 3]) for i, s in enumerate(steps) if _reads(s)]
-    reads += [
-        (s.argval, steps[i + 2 : i + 4]) for i, s in enumerate(steps) if _is_key(steps[i : i + 2])
-    ]
-    opened = [name for name, then in reads if _is_key(then)]
-    added = [name for name, then in reads if _adds(then)]
-    used = [name for name, then in reads if not _is_key(then) and not _adds(then)]
+    reads = [(s.argval, steps[i + 1 : i + 5]) for i, s in enumerate(steps) if _reads(s)]
+    for i, s in enumerate(steps):
+        opens = _opens(steps[i : i + 4])
+        if opens and not opens.opname.startswith(_STORING):
+            # what follows reads the entry, but after h["n"] += 1, which puts another one there
+            reads.append((s.argval, steps[i + 2 : i + 6] if opens is steps[i + 1] else []))
+    anywhere = [name for name, then in reads if _adds_somewhere(then)]
+    opened = [*[name for name, then in reads if _opens(then)], *anywhere]
+    added = [*[name for name, then in reads if _adds(then)], *map(entry_of, anywhere)]
+    used = [n for n, then in reads if not (_opens(then) or _adds(then) or _adds_somewhere(then))]
     set_globals = [s.argval for s in named if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
     only_stored = {*stored}.difference(
         [s.argval for s in named if not s.opname.startswith(_STORING)]
@@ -122,14 +125,15 @@ def _reads(step: dis.Instruction) -> bool:
     return step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
-def _is_key(steps: list[dis.Instruction]) -> bool:
-    """Whether two steps read the entry of a container at a key that is a string."""
-    return (
-        len(steps) == 2
-        and steps[0].opname.startswith("LOAD_CONST")
-        and type(steps[0].argval) is str
-        and _subscribes(steps[1])
-    )
+def _opens(steps: list[dis.Instruction]) -> dis.Instruction | None:
+    """The step that reads, sets or deletes the entry of a container at a key that is a string, if
+    these steps do that first.
+    """
+    if not (steps and steps[0].opname.startswith("LOAD_CONST") and type(steps[0].argval) is str):
+        return None
+    step = next((s for s in steps[1:] if s.opname != "COPY"), None)
+    sets = step is not None and step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
+    return step if sets or (step is not None and _subscribes(step)) else None
 
 
 def _subscribes(step: dis.Instruction) -> bool:
@@ -145,6 +149,23 @@ def _adds(steps: list[dis.Instruction]) -> bool:
         and steps[0].opname in ("LOAD_METHOD", "LOAD_ATTR")
         and steps[0].argval in _ADDING
     )
+
+
+def _adds_somewhere(steps: list[dis.Instruction]) -> bool:
+    """Whether the next steps add to an entry of the container that has just been read, at a key
+    that is a local variable.
+    """
+    return (
+        len(steps) > 2
+        and steps[0].opname.startswith("LOAD_FAST")
+        and _subscribes(steps[1])
+        and _adds(steps[2:])
+    )
+
+
+def entry_of(name: str) -> str:
+    """What stands among ``Read.added`` for any entry of the containers of that name."""
+    return f"{name}[]"
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:

@@ -205,6 +205,29 @@ def test_a_new_container_is_of_the_kind_that_the_function_makes() -> None:
         assert type(kept.b) is Pair and same(kept.b.second, x * 2)  # type: ignore[attr-defined]
 
 
+def test_a_log_of_several_entries_needs_no_program_for_each_call() -> None:
+    log = {"loss": [], "steps": 0, "last": None, "norms": {"x": [], "y": []}}
+    every: collections.defaultdict[str, list[torch.Tensor]] = collections.defaultdict(list)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        log["loss"].append(x.sum())  # type: ignore[attr-defined]
+        log["steps"] += 1  # type: ignore[operator]
+        log["last"] = x
+        for name, value in {"x": x.norm(), "y": 2 * x.norm()}.items():
+            log["norms"][name].append(value)  # type: ignore[index]
+            every[name].append(value)
+        return x * 2
+
+    compiled = jit(fn)
+    for k in range(8):
+        assert same(compiled(torch.ones(2) * k), torch.ones(2) * 2 * k)
+    assert [t.item() for t in log["loss"]] == [2 * k for k in range(8)]  # type: ignore[attr-defined]
+    assert log["steps"] == 8 and same(log["last"], torch.ones(2) * 7)
+    assert [len(norms) for norms in log["norms"].values()] == [8, 8]  # type: ignore[attr-defined]
+    assert [len(norms) for norms in every.values()] == [8, 8]
+    assert sum(p.calls for p in compiled.programs()) == 8 and len(compiled.programs()) <= 3
+
+
 def test_each_call_makes_what_is_new_anew() -> None:
     kept = Kept()
 

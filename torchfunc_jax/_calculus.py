@@ -18,7 +18,6 @@ from bridge.jit import taylor
 from bridge.record import transforms
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import fresh
-from bridge.trace.requires_grad import tie_tangents
 from bridge.transform_kinds import JET, JVP
 from torchfunc_jax import _args, _calculus_in_torch
 from torchfunc_jax._args import argnums_t
@@ -287,14 +286,12 @@ def _along_curve(
             outs, higher, rest = taylor.jet(
                 body, values[:n], _series(values, n, order), order, factorial_scaled
             )
-        tied = [
-            c for out, cs in zip(outs, higher, strict=True) for c in tie_tangents(cs, [out] * order)
-        ]
+        coefficients = [c for cs in higher for c in cs]
         result = found[0]
         return Result(
-            [*outs, *tied, *rest],
+            [*outs, *coefficients, *rest],
             result.meta,
-            [(t, i + len(tied), d) for t, i, d in result.written],
+            [(t, i + len(coefficients), d) for t, i, d in result.written],
         )
 
     return build(*apply(compute, [*target.call.arrays, *terms]))

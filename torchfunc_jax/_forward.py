@@ -97,14 +97,13 @@ def jvp_with_argnums(
     argnums: _args.argnums_t | None,
     strict: bool = False,
     has_aux: bool = False,
-    tied: bool = True,
     api: str = _API,
     taken: tuple[bool, ...] | None = None,
 ) -> Any:
     """``jvp`` with respect to some of the primals; argnums None: all of them.
 
-    tied: see ``bridge.trace.requires_grad.tie_tangents``. api: how errors name the call. taken: for
-    each tangent, whether it is taken itself and no copy of it; None: ``_is_taken`` says so.
+    api: how errors name the call. taken: for each tangent, whether it is taken itself and no copy
+    of it; None: ``_is_taken`` says so.
     """
     if not isinstance(primals, tuple):
         raise RuntimeError(
@@ -165,7 +164,7 @@ def jvp_with_argnums(
 
     def record(recorder: Recorder) -> Any:
         target = Differentiated(func, leaves, args_spec, argnums, api)
-        params = (target.active, strict, tied, taken)
+        params = (target.active, strict, taken)
         tensors, meta = target.entered(
             recorder,
             JVP,
@@ -181,14 +180,11 @@ def jvp_with_argnums(
         return done
     target = Differentiated(func, leaves, args_spec, argnums, api)
     target.strict = strict
-    constant: list[bool] = []
 
     def finish(out: Any) -> tuple[list[Any], Any]:
         tensors, meta = outputs(out, has_aux, api)
-        constant[:] = [
-            private_jax.trace_of(value_of(o)) is not state.level.probe for o in tensors[: meta[1]]
-        ]
-        if strict and any(constant):
+        traces = [private_jax.trace_of(value_of(o)) for o in tensors[: meta[1]]]
+        if strict and any(trace is not state.level.probe for trace in traces):
             raise RuntimeError(
                 "jvp(f, primals, tangents, strict=True): The output of f is independent of the "
                 "inputs. This is not allowed with strict=True."
@@ -201,16 +197,12 @@ def jvp_with_argnums(
         found: list[Result] = []
         body = target.body(values[:width], JVP, finish, found, lambda meta: None)
         given, at = values[width:], tuple(target.split(values))
-        fitting = tuple(t.astype(p.dtype) for t, p in zip(given, at, strict=True))
+        fitting = [t.astype(p.dtype) for t, p in zip(given, at, strict=True)]
         with forward_mode():
-            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, fitting)
+            tangents = tuple(tie_tangents(fitting, at))
+            outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, tangents)
         pushed = _in_dtypes([o.dtype for o in outs], pushed)
         n = found[0].meta[1]
-        if tied:
-            pushed[:n] = [
-                t if c else tie_tangents([t], [o])[0]
-                for t, o, c in zip(pushed, outs, constant, strict=False)
-            ]
         pairs = enumerate(zip(target.active, given, at, taken, strict=True))
         shared = {
             k: (width + i, t.dtype, t.dtype == p.dtype) for i, (k, t, p, itself) in pairs if itself
@@ -312,10 +304,10 @@ def outputs(out: Any, has_aux: bool, api: str) -> tuple[list[Any], tuple[Any, in
 def _jvp_again(
     body: Callable[..., Any],
     operands: list[Any],
-    params: tuple[Any, bool, bool, tuple[bool, ...]],
+    params: tuple[Any, bool, tuple[bool, ...]],
     n: int,
 ) -> Any:
-    active, strict, tied, taken = params
+    active, strict, taken = params
     tangents = operands[len(operands) - len(active) :]
 
     def f(*arguments: Any) -> Any:
@@ -324,13 +316,13 @@ def _jvp_again(
 
     primals = tuple(operands[: len(operands) - len(active)])
     outs, pushed, aux = jvp_with_argnums(
-        f, primals, tuple(tangents), active, strict, True, tied, taken=taken
+        f, primals, tuple(tangents), active, strict, True, taken=taken
     )
     return [*outs, *pushed, *aux], None
 
 
 def _jvp_in_torch(
-    operands: Sequence[torch.Tensor], params: tuple[tuple[int, ...], bool, bool, tuple[bool, ...]]
+    operands: Sequence[torch.Tensor], params: tuple[tuple[int, ...], bool, tuple[bool, ...]]
 ) -> Level:
     active, strict = params[:2]
     count = len(operands) - len(active)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -122,12 +121,10 @@ def _linked(
     )
 
 
-def tie_tangents(tangents: list[jax.Array], primals: list[jax.Array]) -> list[jax.Array]:
-    """The tangents of outputs; as in PyTorch, each requires grad if its primal does, even a
-    constant one.
+def tie_tangents(tangents: Sequence[jax.Array], primals: Sequence[jax.Array]) -> list[jax.Array]:
+    """The tangents of jvp's primals: in PyTorch, what is computed from one requires grad if its
+    primal does.
     """
-    if not torch.is_grad_enabled():
-        return tangents
     return [
         _tied(t, [p]) if depends(p) and _inexact(t) else t
         for t, p in zip(tangents, primals, strict=True)

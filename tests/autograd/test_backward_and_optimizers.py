@@ -375,6 +375,40 @@ def test_what_a_transform_returns_requires_grad_where_torch_funcs_does(
         ]
 
 
+#: Functions of x whose derivatives do not depend on the bias b, which their values do depend on.
+BIASED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "sum": lambda x, w, b: w * x**2 + b,
+    "layers": lambda x, w, b: F.linear(
+        F.linear(x, w.outer(w), b).tanh(), w.outer(w), b.detach() + b.sum()
+    ),
+    "in place": lambda x, w, b: (w * x.sin()).add_(b),
+    "cat": lambda x, w, b: torch.cat([w * x * x, b]),
+}
+
+
+@both
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "jacrev", "hessian", "vmap"])
+def test_what_a_derivative_does_not_depend_on_has_no_gradient(
+    transform: str, name: str, mode: str
+) -> None:
+    """An optimizer would change a parameter that has a gradient of zeros."""
+    w, b, x = data(3).detach().requires_grad_(), data(3).detach().requires_grad_(), data(3).detach()
+
+    def gradients(T: Any, wrap: Callable[..., Any]) -> tuple[Any, ...]:
+        of = TRANSFORMED.get(transform, lambda T, f, x, v: T.vmap(T.jacfwd(f))(x[None]))
+        call = wrap(lambda x: of(T, lambda x: BIASED[name](x, w, b), x, x + 1))
+        found = pytree.tree_leaves(call(x))[-1]
+        return torch.autograd.grad(found.sum(), [w, b], allow_unused=True)
+
+    for mine, theirs in zip(
+        gradients(torchfunc_jax, MODES[mode]), gradients(torch.func, lambda f: f), strict=True
+    ):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            same(mine, theirs)
+
+
 #: What depends on w through integers or booleans, and perhaps in another way too.
 INTEGERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "argmax": lambda x, w: (x * w).argmax() / 5,

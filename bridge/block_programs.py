@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, subjaxprs
+from jax.extend.core import ClosedJaxpr, Jaxpr, subjaxprs
 from torch import nn
 from torch.nn.utils import parametrize
 
+from bridge import private_jax
 from bridge.boundary.calls import Call
 from bridge.boundary.results import Output, Result, inexact, replaced, split_arrays, take_apart
 from bridge.cache_keys import identical
@@ -513,8 +514,11 @@ class Loop:
             return "it writes to other tensors, or returns others"
         if not equal(other.result.meta, one.result.meta):
             return "it returns another structure, or other numbers"
-        found = _difference(one.jaxpr, other.jaxpr)
-        return found or _difference(_pullback(one.jaxpr), _pullback(other.jaxpr))
+        # functions among the parameters, such as rules for derivatives, are compared by what the
+        # pullbacks compute
+        return private_jax.difference(one.jaxpr, other.jaxpr, functions=True) or (
+            private_jax.difference(_pullback(one.jaxpr), _pullback(other.jaxpr), functions=True)
+        )
 
     def _trace(
         self, n: int, given: list[Any], own: list[Any], attributes: set[tuple[str, str]]
@@ -578,60 +582,3 @@ def _pullback(closed: ClosedJaxpr) -> ClosedJaxpr:
         return [g for g in back([jnp.ones_like(v) for v in outs]) if inexact(g)]
 
     return jax.make_jaxpr(pull)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals])
-
-
-def _difference(a: Any, b: Any) -> str | None:
-    """How two programs, closed jaxprs or jaxprs, differ; None if they are one. Functions among the
-    parameters are not compared.
-    """
-    consts, others = (getattr(x, "consts", ()) for x in (a, b))
-    if len(consts) != len(others):
-        return "it uses other tensors from outside"
-    for x, y in zip(consts, others, strict=True):
-        if x is not y and (
-            isinstance(x, jax.core.Tracer)
-            or isinstance(y, jax.core.Tracer)
-            or not np.array_equal(x, y)
-        ):
-            return "it uses another tensor from outside"
-    a, b = (getattr(x, "jaxpr", x) for x in (a, b))
-    numbers: list[dict[Any, int]] = [
-        {v: k for k, v in enumerate([*j.constvars, *j.invars])} for j in (a, b)
-    ]
-
-    def atoms(variables: Sequence[Any], known: dict[Any, int]) -> list[Any]:
-        return [
-            (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else known[v]
-            for v in variables
-        ]
-
-    if len(a.eqns) != len(b.eqns):
-        return f"it has {len(b.eqns)} operations, not {len(a.eqns)}"
-    for e, f in zip(a.eqns, b.eqns, strict=True):
-        if e.primitive is not f.primitive or [v.aval for v in e.outvars] != [
-            v.aval for v in f.outvars
-        ]:
-            return f"it computes {f.primitive}, not {e.primitive}"
-        if atoms(e.invars, numbers[0]) != atoms(f.invars, numbers[1]):
-            return f"{f.primitive} has other operands or constants"
-        if not _same_params(e.params, f.params):
-            return f"{f.primitive} has other parameters"
-        for known, eqn in zip(numbers, (e, f), strict=True):
-            known.update((v, len(known) + k) for k, v in enumerate(eqn.outvars))
-    return (
-        None
-        if atoms(a.outvars, numbers[0]) == atoms(b.outvars, numbers[1])
-        else "it returns other values"
-    )
-
-
-def _same_params(a: Any, b: Any) -> bool:
-    if isinstance(a, Jaxpr | ClosedJaxpr) and isinstance(b, Jaxpr | ClosedJaxpr):
-        return _difference(a, b) is None
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [*a] == [*b] and all(_same_params(x, b[k]) for k, x in a.items())
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_same_params, a, b))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    return a == b or (callable(a) and callable(b) and not isinstance(a, type))

@@ -191,14 +191,7 @@ vmap_info = _named("torch._functorch.autograd_function.VmapInfo")
 #: The Function that samples a Dirichlet distribution, and with it Beta.
 Dirichlet = _named("torch.distributions.dirichlet._Dirichlet")
 torch_chunk_vmap = _named("torch._functorch.apis.chunk_vmap")
-_begin_vmap, _end_vmap = (
-    _named("torch._C._functorch._vmap_increment_nesting"),
-    _named("torch._C._functorch._vmap_decrement_nesting"),
-)
-_add_batch_dim, _remove_batch_dim = (
-    _named("torch._C._functorch._add_batch_dim"),
-    _named("torch._C._functorch._remove_batch_dim"),
-)
+
 # torch.autograd's own vmap (is_grads_batched, vectorize) is older than torch.func's, and has levels
 # of its own
 _begin_autograds_vmap, _end_autograds_vmap = (
@@ -209,9 +202,6 @@ mapped_by_autograd: Callable[[torch.Tensor], bool] = _named(
     "torch._C._functorch.is_legacy_batchedtensor"
 )
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
-# what torch.func.vmap does to its arguments: a library replaces these two to map its own containers
-# of tensors, as tensordict does
-_PROCESS_INPUTS, _CREATE_INPUTS = "_process_batched_inputs", "_create_batched_inputs"
 _level_of = _named("torch._C._functorch.maybe_get_level")
 _below_the_innermost = _named("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
 #: What keeps the innermost transform of torch.func's that is in progress apart; None if there is
@@ -238,13 +228,11 @@ def opaque(
     dynamo. These are the marks that dynamo looks for: the attribute when it meets a call, the
     strategy when it would compile a frame. They make calls no slower.
     """
-    # a version without strategies has the attributes below, which break the graph at a call
-    with contextlib.suppress(AttributeError):
-        frames = torch._C._dynamo.eval_frame
-        # the frame, and the frames that it calls; of a decorated function that of its own, because
-        # all functions with this decorator share the code around it
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(inspect.unwrap(function).__code__, skip)
+    frames = torch._C._dynamo.eval_frame
+    # the frame, and the frames that it calls; of a decorated function that of its own, because all
+    # functions with this decorator share the code around it
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(inspect.unwrap(function).__code__, skip)
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return function
 
@@ -301,11 +289,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return torch._decomp.decomposition_table
 
 
-def is_composite(func: torch._ops.OpOverload) -> bool:
-    """Whether PyTorch's C++ implements an operator by other operators, which
-    ``OpOverload.decompose`` runs.
+def has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    """Whether an operator has a kernel for a dispatch key: "CompositeImplicitAutograd" if PyTorch's
+    C++ implements it by other operators, which ``OpOverload.decompose`` runs.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def mapped_by_torch(
@@ -315,11 +303,8 @@ def mapped_by_torch(
     as a view.
     """
     size = t.shape[in_dim]
-    level = _begin_vmap(size, "error")
-    try:
-        return _remove_batch_dim(fn(_add_batch_dim(t, in_dim, level)), level, size, out_dim)
-    finally:
-        _end_vmap()
+    with vmap_level(size, "error") as level:
+        return all_lanes(fn(lane(t, in_dim, level)), level, size, out_dim)
 
 
 def below_vmap(
@@ -413,7 +398,7 @@ def lane_of_torch(
     for k, place in reversed([*enumerate(places)]):
         t = t.movedim(k, k + place)
     for level, place in zip(levels, places or [0] * len(levels), strict=True):
-        t = _add_batch_dim(t, place, level)
+        t = lane(t, place, level)
     return t
 
 
@@ -432,12 +417,9 @@ def vmapped_by_torch(
     if not vmaps:
         return run(levels), ()
     (size, randomness), *inner = vmaps
-    level = _begin_vmap(size, randomness)
-    try:
+    with vmap_level(size, randomness) as level:
         out, mapped = vmapped_by_torch(run, inner, (*levels, level))
         out, dim = _unwrap_batched(out, level)
-    finally:
-        _end_vmap()
     if dim is None or randomness == "same":
         return out if dim is None else out.select(dim, 0), (False, *mapped)
     return out.movedim(dim, 0), (True, *mapped)
@@ -501,21 +483,20 @@ def mapped_container(
     flatten: gives the leaves of a tree. Returns that tree, and of its leaves the values of all
     lanes and the dimension that is mapped.
     """
-    vmap = torch._functorch.vmap
+    # what torch.func.vmap does to its arguments: a library replaces these two functions to map its
+    # own containers of tensors, as tensordict does
+    vmap: Any = torch._functorch.vmap
     with plain_torch():
         try:
-            size, *inputs, spec = getattr(vmap, _PROCESS_INPUTS)((dim,), (x,), vmap)
-            level = _begin_vmap(size, "error")
+            size, *inputs, spec = vmap._process_batched_inputs((dim,), (x,), vmap)
         except (AttributeError, ValueError):
             return None
-        try:
-            (tree,) = getattr(vmap, _CREATE_INPUTS)(*inputs, level, spec)
+        with vmap_level(size, "error") as level:
+            (tree,) = vmap._create_batched_inputs(*inputs, level, spec)
             return tree, [
                 _unwrap_batched(leaf, level) if isinstance(leaf, torch.Tensor) else (leaf, None)
                 for leaf in flatten(tree)
             ]
-        finally:
-            _end_vmap()
 
 
 _SELECTIVE = _named("torch.utils.checkpoint._CachingTorchDispatchMode")
@@ -604,7 +585,7 @@ def has_fake(op: torch._ops.OpOverload) -> bool:
     definition = torch._library.custom_ops.OPDEFS.get(op.name())
     if definition is not None and definition._abstract_fn is None and op._schema.returns:
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta")
+    return has_kernel(op, "Meta")
 
 
 def meta_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -612,19 +593,6 @@ def meta_kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
     not tell the device.
     """
     return functools.partial(op.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.Meta))
-
-
-def has_autograd_kernel(op: torch._ops.OpOverload) -> bool:
-    """Whether code of an operator's own decides what autograd does with it."""
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), f"Autograd{device}")
-        for device in ("", "CPU", "CUDA")
-    )
-
-
-def has_vmap_rule(op: torch._ops.OpOverload) -> bool:
-    """Whether ``torch.library.register_vmap`` has given an operator a rule."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchBatched")
 
 
 def overload_called(
@@ -799,10 +767,7 @@ def state_question() -> Callable[[], bool]:
     The public functions ask for each of them and take five times as long. Autocast's dtypes are
     compared only for devices on which it is on.
     """
-    try:
-        return torch._C._dynamo.guards.GlobalStateGuard().check
-    except AttributeError:
-        return lambda: False  # it is not known
+    return torch._C._dynamo.guards.GlobalStateGuard().check
 
 
 def float32_precision() -> Any:
@@ -816,28 +781,12 @@ def float32_precision() -> Any:
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
-#: Those that ``register_module_forward_hook`` and similar functions have added, by kind.
+#: For each kind, the hooks that ``register_module_forward_hook`` and similar functions have added,
+#: by their ids.
 GLOBAL_HOOKS = [
     _named(f"torch.nn.modules.module._global_{kind}_hooks")
     for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]
-
-
-def global_module_hooks() -> tuple[Any, ...] | None:
-    """The ids of the hooks that ``register_module_forward_hook`` and similar functions have added;
-    None if there are none.
-    """
-    forward, before, backward, before_backward = GLOBAL_HOOKS
-    return (
-        tuple(map(tuple, GLOBAL_HOOKS))
-        if forward or before or backward or before_backward
-        else None
-    )
-
-
-def functions_of_global_hooks() -> list[Callable[..., Any]]:
-    """The functions of the global module hooks, which may read captured tensors."""
-    return [hook for hooks in GLOBAL_HOOKS for hook in hooks.values()]
 
 
 def default_device_of(mode: TorchFunctionMode) -> torch.device | None:

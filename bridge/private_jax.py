@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 # By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series). Only
 # the function ``jet`` is documented; it runs user code on tracers of its own, and refuses a
@@ -39,15 +39,9 @@ def _nested(value: Any) -> Iterator[Any]:
         value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
 
 
-# The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones
-# take ten times as long.
-@functools.cache
-def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    found: Any = sys.modules.get("jaxlib._jax")
-    try:
-        return found.dlpack_managed_tensor_to_buffer, found.buffer_to_dlpack_managed_tensor
-    except AttributeError:
-        return None
+#: It has the functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the
+#: public ones take ten times as long.
+_jaxlib: Any = sys.modules["jaxlib._jax"]
 
 
 def without_wrapper(executable: jax.stages.Compiled) -> Callable[..., Any]:
@@ -65,20 +59,18 @@ def takes_numpy() -> Callable[[Any], jax.Array] | None:
     """A function that gives the array with the memory of a NumPy array, which begins where XLA's
     arrays do; None if JAX has none.
     """
-    put: Any = getattr(sys.modules.get("jaxlib._jax"), "batched_device_put", None)
     found = jax.local_devices()
-    if put is None or len(found) > 1 or found[0].platform != "cpu":
+    if len(found) > 1 or found[0].platform != "cpu":
         return None
     sharding = jax.sharding.SingleDeviceSharding(found[0])
     aval = functools.lru_cache(4096)(jax.core.ShapedArray)
-    return lambda values: put(
+    return lambda values: _jaxlib.batched_device_put(
         aval(values.shape, values.dtype), sharding, [values], found, False, enable_x64=True
     )
 
 
-def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array | None:
-    """The array whose memory is in a DLPack capsule; None if this version of JAX has no such
-    function.
+def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array:
+    """The array whose memory is in a DLPack capsule.
 
     Args:
         capsule: not used before; afterwards it is JAX's.
@@ -86,18 +78,14 @@ def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> ja
         stream: JAX's own stream that waits for what writes to the memory.
         kind: DLPack's number for the kind of device.
     """
-    functions = _dlpack()
-    return None if functions is None else functions[0](capsule, device, stream, None, kind)
+    return _jaxlib.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, kind)
 
 
 def to_capsule(array: Any, stream: int) -> Any:
     """A DLPack capsule with an array's memory; stream: another library's, which waits until the
     array is computed.
     """
-    functions = _dlpack()
-    return (
-        array.__dlpack__(stream=stream) if functions is None else functions[1](array, stream=stream)
-    )
+    return _jaxlib.buffer_to_dlpack_managed_tensor(array, stream=stream)
 
 
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:
@@ -206,10 +194,63 @@ def _same_result(a: Any, b: Any) -> bool:
         or places[0] != places[1]
     ):
         return False
-    return any(places[0]) and _same_params(ours, theirs)
+    return any(places[0]) and _same_params(ours, theirs, functions=False)
 
 
-def _same_params(ours: Any, theirs: Any) -> bool:
+def difference(a: Any, b: Any, functions: bool) -> str | None:
+    """How two programs, closed jaxprs or jaxprs, differ apart from the names of variables and the
+    rules for derivatives; None if they are one.
+
+    functions: whether any two functions among the parameters count as one.
+    """
+    consts, others = (getattr(x, "consts", ()) for x in (a, b))
+    if len(consts) != len(others):
+        return "it uses other tensors from outside"
+    if not all(map(_same_constant, consts, others)):
+        return "it uses another tensor from outside"
+    a, b = (getattr(x, "jaxpr", x) for x in (a, b))
+    if len(a.eqns) != len(b.eqns):
+        return f"it has {len(b.eqns)} operations, not {len(a.eqns)}"
+    given, taken = ([*j.constvars, *j.invars] for j in (a, b))
+    if _avals(given) != _avals(taken):
+        return "it takes other operands"
+    theirs = dict(zip(given, taken, strict=True))
+
+    def same(ours: Sequence[Any], other: Sequence[Any]) -> bool:
+        return len(ours) == len(other) and all(
+            v.aval == w.aval and isinstance(w, Literal) and _same_constant(v.val, w.val)
+            if isinstance(v, Literal)
+            else theirs[v] is w
+            for v, w in zip(ours, other, strict=True)
+        )
+
+    for e, f in zip(a.eqns, b.eqns, strict=True):
+        if e.primitive is not f.primitive or _avals(e.outvars) != _avals(f.outvars):
+            return f"it computes {f.primitive}, not {e.primitive}"
+        if not same(e.invars, f.invars):
+            return f"{f.primitive} has other operands or constants"
+        if not _same_params(e, f, functions):
+            return f"{f.primitive} has other parameters"
+        theirs.update(zip(e.outvars, f.outvars, strict=True))
+    return None if same(a.outvars, b.outvars) else "it returns other values"
+
+
+def _avals(variables: Sequence[Any]) -> list[Any]:
+    return [v.aval for v in variables]
+
+
+def _same_constant(a: Any, b: Any) -> bool:
+    """Whether two values are the same one, or arrays of the same bits."""
+    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return a is b
+    dtypes = [getattr(x, "dtype", np.dtype(bool)) for x in (a, b)]
+    if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):  # keys
+        return False
+    a, b = np.asarray(a), np.asarray(b)
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def _same_params(ours: Any, theirs: Any, functions: bool) -> bool:
     """Whether two equations of one primitive have the same parameters."""
     if type(ours.params.get("_prim")) is not type(theirs.params.get("_prim")):
         return False
@@ -217,53 +258,32 @@ def _same_params(ours: Any, theirs: Any) -> bool:
     # the value depends on the function alone, not on its rules
     if name in ("custom_jvp_call", "custom_vjp_call"):
         a, b = {"jaxpr": called(ours)[1]}, {"jaxpr": called(theirs)[1]}
-    return a.keys() == b.keys() and all(_same_param(a[key], b[key]) for key in a)
+    return _same_param(dict(a), dict(b), functions)
 
 
-def _same_param(a: Any, b: Any) -> bool:
+def _same_param(a: Any, b: Any, functions: bool) -> bool:
     if a is b:
         return True
-    if isinstance(a, ClosedJaxpr) and isinstance(b, ClosedJaxpr):
-        return list(map(id, a.consts)) == list(map(id, b.consts)) and _same_jaxpr(a.jaxpr, b.jaxpr)
+    if isinstance(a, Jaxpr | ClosedJaxpr) and isinstance(b, Jaxpr | ClosedJaxpr):
+        return difference(a, b, functions) is None
+    if type(a) is not type(b):
+        return functions and callable(a) and callable(b) and not isinstance(a, type)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_param(a[key], b[key], functions) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(_same_param(x, y, functions) for x, y in zip(a, b))
+    if isinstance(a, np.ndarray):
+        return _same_constant(a, b)
     try:
-        return type(a) is type(b) and bool(a == b)
+        return bool(a == b) or (functions and callable(a) and not isinstance(a, type))
     except Exception:  # it has no equality
         return False
 
 
-def _same_jaxpr(a: Any, b: Any) -> bool:
-    """Whether two jaxprs differ in the names of their variables alone."""
-    named: dict[Any, Any] = {}
-
-    def same(x: Any, y: Any) -> bool:
-        if isinstance(x, Literal) or isinstance(y, Literal):
-            return type(x) is type(y) and x.aval == y.aval and np.array_equal(x.val, y.val)
-        return x.aval == y.aval and named.setdefault(x, y) is y
-
-    def every(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
-        return len(xs) == len(ys) and all(map(same, xs, ys))
-
-    if (
-        a.effects
-        or b.effects
-        or len(a.eqns) != len(b.eqns)
-        or not every([*a.constvars, *a.invars], [*b.constvars, *b.invars])
-    ):
-        return False
-    for x, y in zip(a.eqns, b.eqns, strict=True):
-        if (
-            x.primitive is not y.primitive
-            or not every(x.invars, y.invars)
-            or not every(x.outvars, y.outvars)
-        ):
-            return False
-        if not _same_params(x, y):
-            return False
-    return every(a.outvars, b.outvars)
-
-
-def in_trace(trace: Any, *values: Any) -> bool:
-    """Whether one of the values is a tracer of this trace, at any level of nesting."""
+def in_trace(trace: Any, values: Iterable[Any]) -> bool:
+    """Whether one of the values is a tracer of this trace, at any level of nesting: for that of a
+    transform that differentiates, whether it has a derivative there.
+    """
     return trace is not None and any(
         tracer._trace is trace for value in values for tracer in _nested(value)
     )
@@ -409,13 +429,6 @@ def staged(values: Iterable[Any]) -> bool:
         not hasattr(tracer, "batch_dim") and not hasattr(tracer, "primal")
         for value in values
         for tracer in _nested(value)
-    )
-
-
-def perturbed(values: Iterable[Any], level: Any) -> bool:
-    """Whether one of the values has a derivative at that level."""
-    return level.probe is not None and any(
-        tracer._trace is level.probe for v in values for tracer in _nested(v)
     )
 
 

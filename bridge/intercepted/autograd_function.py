@@ -361,7 +361,7 @@ class _Call:
             self.cls.backward is not Function.backward or self.cls.vjp is not Function.vjp
         )
         forward_mode = differentiating is not None and differentiating.kind.forward
-        if forward_mode and not has_jvp and private_jax.perturbed(values, differentiating):
+        if forward_mode and not has_jvp and private_jax.in_trace(differentiating.probe, values):
             raise self.no_jvp()
         by_jvp = has_jvp and (forward_mode or not has_backward)
         rules = _Staged(self, values, by_jvp)

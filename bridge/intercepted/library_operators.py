@@ -371,7 +371,7 @@ def _computed(
         return [np.zeros(aval.shape, aval.dtype) for aval in avals]
     run: Callable[..., Any] = call.run
     for size, dims in lanes:
-        by_rule = private.has_vmap_rule(call.op)
+        by_rule = private.has_kernel(call.op, "FuncTorchBatched")
         run = torch.vmap(run, dims) if by_rule else functools.partial(_one_by_one, run, size, dims)
     # copies, because the operator may keep them, and XLA uses its memory again
     given = [
@@ -521,9 +521,9 @@ def runs_in_torch(op: torch._ops.OpOverload) -> bool:
     """
     returns = op._schema.returns
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    return not (op.namespace in _OF_TORCH or private.is_composite(op) or views) and all(
-        "Tensor" in str(r.type) for r in returns
-    )
+    return not (
+        op.namespace in _OF_TORCH or private.has_kernel(op, "CompositeImplicitAutograd") or views
+    ) and all("Tensor" in str(r.type) for r in returns)
 
 
 def plan(op: torch._ops.OpOverload) -> _OperatorPlan | None:
@@ -602,9 +602,14 @@ def called_in_torch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         # PyTorch itself needs no fake
         with contextlib.suppress(NoLoweringError, DataDependentError):
             call.infer(given)
-        if call.derivative is None and private.has_autograd_kernel(op):
+        # code of the operator's own decides what autograd does with it
+        if call.derivative is None and any(
+            private.has_kernel(op, f"Autograd{device}") for device in ("", "CPU", "CUDA")
+        ):
             return _with_own_kernel(op, func, args, kwargs)
-    new = (_ByRule if private.has_vmap_rule(op) else _OneByOne).apply(call, *given)
+    # torch.library.register_vmap has given it a rule
+    by_rule = private.has_kernel(op, "FuncTorchBatched")
+    new = (_ByRule if by_rule else _OneByOne).apply(call, *given)
     with torch.no_grad():
         for k, t in zip(call.written, new[len(new) - len(call.written) :], strict=True):
             given[k].copy_(t)

@@ -258,7 +258,9 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     Raises:
         DataDependentError: the function asks for values.
     """
-    roots = [fn, *(x for x in call.leaves if not is_array(x)), *private.functions_of_global_hooks()]
+    # the hooks of all modules may read captured tensors
+    hooks = [hook for kind in private.GLOBAL_HOOKS for hook in kind.values()]
+    roots = [fn, *(x for x in call.leaves if not is_array(x)), *hooks]
     arguments = {id(x) for x in call.arrays}
     candidates: list[tuple[torch.Tensor, Place]] = []
     missing: list[torch.Tensor] = []

@@ -21,7 +21,9 @@ def fallback(func: torch._ops.OpOverload) -> Plan:
     Where neither is possible, the plan raises an error that says what to do.
     """
     decomposition = (
-        func.decompose if private.is_composite(func) else private.decompositions().get(func)
+        func.decompose
+        if private.has_kernel(func, "CompositeImplicitAutograd")
+        else private.decompositions().get(func)
     )
     if decomposition is None and (plan := HANDED_IN["library_operator"](func)) is not None:
         return plan

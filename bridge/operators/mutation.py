@@ -134,7 +134,7 @@ def _kept(old: jax.Array, new: jax.Array) -> jax.Array:
     refuse_in_checkpoint()
     value, inside, root = new, 0, state.level.root
     for level in around():
-        if level.kind in DIFFERENTIATING and private_jax.in_trace(level.probe, old, new):
+        if level.kind in DIFFERENTIATING and private_jax.in_trace(level.probe, (old, new)):
             value = revalue_at(old, value, inside) if level.kind.reverse else value
             inside += 1
     return revalue_at(old, value, inside) if root.stops else value
@@ -168,7 +168,7 @@ def write_plan(func: torch._ops.OpOverload) -> Plan:
     elif (
         functional in LOWERINGS
         or functional in private.decompositions()
-        or (functional is not None and private.is_composite(functional))
+        or (functional is not None and private.has_kernel(functional, "CompositeImplicitAutograd"))
     ):
         inner = plan_of(functional)
         row = LOWERINGS.get(functional, Operator(inner))

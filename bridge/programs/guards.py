@@ -79,7 +79,7 @@ def ambient() -> tuple[Any, ...]:
         # the function may enter autocast itself
         autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),
         _modes() if private.function_modes() else None,
-        private.global_module_hooks(),
+        tuple(map(tuple, private.GLOBAL_HOOKS)) if any(private.GLOBAL_HOOKS) else None,
         private.saved_tensor_hooks() is not None,
         scores,
     )

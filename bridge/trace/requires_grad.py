@@ -100,7 +100,7 @@ def tie_strictly(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
 
 
 def _perturbed(value: jax.Array, level: Level) -> bool:
-    return private_jax.perturbed([value], level) and _inexact(value)
+    return private_jax.in_trace(level.probe, [value]) and _inexact(value)
 
 
 def _linked(

@@ -19,6 +19,8 @@ from bridge.operators import packed_sequences
 from bridge.trace.levels import state
 from bridge.trace.tracing import concrete, plan_of
 
+_PACKED = "a recurrent layer of a packed sequence"
+
 
 def flatten_parameters(layer: torch.nn.RNNBase) -> None:
     """RNNBase.flatten_parameters, which a recurrent layer on CUDA calls if its weights have
@@ -29,8 +31,6 @@ def flatten_parameters(layer: torch.nn.RNNBase) -> None:
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
-    apart = packed_sequences.FUNCTIONS[getattr(torch._VF, kind)]
-
     def rule(func: Callable[..., Any], *args: Any) -> Any:
         """A recurrent layer."""
         if len(args) != 9:
@@ -40,8 +40,10 @@ def _recurrent(kind: str) -> Callable[..., Any]:
         x, *sizes, state, weights = args[: 4 if packed else 3]
         _, layers, dropout, train, *directions = args[4 if packed else 3 :]
         if x.device.type != "cuda" and torch.is_autocast_enabled(x.device.type):
-            return apart(func, *args)  # autocast chooses a dtype for each product
-        given = [concrete(t, "a recurrent layer of a packed sequence") for t in sizes]
+            # autocast chooses a dtype for each product
+            lengths = [packed_sequences.ordinary(t, _PACKED) for t in sizes]
+            return func(x, *lengths, *args[1 + packed :])
+        given = [concrete(t, _PACKED) for t in sizes]
         operator = plan_of(getattr(getattr(torch.ops.aten, kind), "data" if packed else "input"))
 
         def run(x: torch.Tensor, state: Any, weights: Any, layers: int, *directions: bool) -> Any:

@@ -22,9 +22,8 @@ from bridge.errors import at_line
 from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS, Operator
 from bridge.lowering.tensors.copies import revalue, revalue_at
-from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, is_pointwise
-from bridge.operators.operands import drawn, on_meta, pure
+from bridge.operators.operands import drawn, fallback, on_meta, pure
 from bridge.trace import folding, requires_grad
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Node

@@ -1,5 +1,8 @@
-"""Arguments and results of every operator: traced tensors become values, results are wrapped, and
+"""The plans of operators that compute: traced tensors become values, results are wrapped, and
 no_grad is obeyed.
+
+An operator without a lowering runs PyTorch's own decomposition, or in PyTorch, or raises an error
+that says how to register a lowering.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ import torch
 from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
 from bridge.convert.strides import contiguous, span, strides_of
-from bridge.errors import at_line, in_words_of_vmap
+from bridge.errors import NoLoweringError, at_line, in_words_of_vmap
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
 from bridge.trace import folding, requires_grad, saved_tensor_hooks, torch_random
 from bridge.trace.levels import around, innermost, refuse_in_checkpoint, state
 from bridge.trace.storage import Geometry
-from bridge.trace.tracing import Traced, unknown_value, value_of, wrap
+from bridge.trace.tracing import HANDED_IN, Traced, traced_python, unknown_value, value_of, wrap
 from bridge.transform_kinds import FORWARD, FUNCTION, MAPPING
 
 _CPU = torch.device("cpu")
@@ -223,6 +226,33 @@ def ordered(inner: Plan) -> Plan:
             return inner(args, kwargs)
 
     return run_ordered
+
+
+def fallback(func: torch._ops.OpOverload) -> Plan:
+    """The plan that runs PyTorch's own decomposition on traced tensors, or the operator itself if
+    it is one of torch.library.
+
+    Where neither is possible, the plan raises an error that says what to do.
+    """
+    decomposition = (
+        func.decompose
+        if private.has_kernel(func, "CompositeImplicitAutograd")
+        else private.decompositions().get(func)
+    )
+    if decomposition is None and (plan := HANDED_IN["library_operator"](func)) is not None:
+        return plan
+
+    def decomposed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if decomposition is None:
+            raise NoLoweringError(
+                f"{func}: this operator has no lowering to JAX and no decomposition{at_line()}. "
+                f"Register one: @bridge.register_lowering({str(func)!r}) above a function that "
+                "takes and returns jax.Arrays"
+            )
+        with traced_python():
+            return decomposition(*args, **kwargs)
+
+    return decomposed
 
 
 def _named(names: str) -> frozenset[str]:

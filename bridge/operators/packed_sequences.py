@@ -1,13 +1,12 @@
 """Packed sequences of torch.nn.utils.rnn inside a trace. The lengths alone decide which rows of a
 padded tensor the packed one has.
 
-PyTorch itself packs or pads the row numbers, and the rows are then gathered by them. The C++ of the
-recurrent layers reads the batch sizes from memory, so it gets an ordinary tensor.
+PyTorch itself packs or pads the row numbers, and the rows are then gathered by them. C++ code that
+reads lengths or batch sizes from memory gets an ordinary tensor (``ordinary``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from bridge.operators.special_cases import lift_fresh
 from bridge.trace.tracing import concrete, own_rule, traced_python
 
 
-def _known(t: torch.Tensor, what: str) -> torch.Tensor:
+def ordinary(t: torch.Tensor, what: str) -> torch.Tensor:
     """An ordinary tensor with the values of a traced one;
     DataDependentError if they are not known.
     """
@@ -35,7 +34,7 @@ def _pack(
     input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     steps = input.transpose(0, 1) if batch_first else input
-    known = _known(
+    known = ordinary(
         lengths, "pack_padded_sequence by lengths that are a tensor (give them as a list of ints)"
     )
     with private.below_python():
@@ -55,7 +54,7 @@ def _pad(
     padding_value: float,
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sizes = _known(batch_sizes, "pad_packed_sequence")
+    sizes = ordinary(batch_sizes, "pad_packed_sequence")
     with private.below_python():
         places, lengths = torch._VF._pad_packed_sequence(
             torch.arange(data.shape[0]), sizes, batch_first, -1, total_length
@@ -66,15 +65,6 @@ def _pad(
     return torch.where(
         _constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)
     ), _constant(lengths)
-
-
-def _recurrent_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A recurrent layer; its input is a packed sequence if its second argument is the tensor of
-    batch sizes.
-    """
-    if len(args) == 9 and isinstance(args[1], torch.Tensor) and not isinstance(args[3], bool):
-        args = (args[0], _known(args[1], "a recurrent layer of a packed sequence"), *args[2:])
-    return func(*args, **kwargs)
 
 
 @own_rule("aten._pack_padded_sequence")
@@ -88,8 +78,4 @@ def pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 FUNCTIONS: dict[Any, Any] = {
     torch._VF._pack_padded_sequence: lambda func, *args, **kwargs: _pack(*args, **kwargs),
     torch._VF._pad_packed_sequence: lambda func, *args, **kwargs: _pad(*args, **kwargs),
-    **{
-        getattr(torch._VF, name): _recurrent_rule
-        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    },
 }

@@ -11,11 +11,9 @@ from bridge import lowering as _lowering  # noqa: F401  fills the registry
 from bridge.lowering.linalg.grouped_matmul import OF_TRANSFORMERS
 from bridge.lowering.registry import LOWERINGS, OVERRIDDEN
 from bridge.operators import special_cases as _own_rules  # noqa: F401  fills OWN_RULES
-from bridge.operators.decomposition import fallback
 from bridge.operators.dtype_refusals import Plan, guarded
 from bridge.operators.mutation import write_plan
-from bridge.operators.opaque import opaque_plan
-from bridge.operators.operands import drawn, ordered, pure
+from bridge.operators.operands import drawn, fallback, ordered, pure
 from bridge.operators.views import view_plan
 from bridge.trace import tracing
 from bridge.trace.tracing import OWN_RULES
@@ -28,9 +26,8 @@ def plan(func: torch._ops.OpOverload) -> Plan:
 
 
 def _plan(func: torch._ops.OpOverload) -> Plan:
-    special = OWN_RULES.get(func) or opaque_plan(func)
-    if special is not None:
-        return special
+    if func in OWN_RULES:
+        return OWN_RULES[func]
     row = LOWERINGS.get(func) or OF_TRANSFORMERS.get(str(func))
     if func._schema.is_mutable or (row is not None and row.writes):
         return write_plan(func)

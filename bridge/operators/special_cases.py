@@ -1,24 +1,31 @@
-"""Operators that a lowering cannot express: they read values, or exchange a tensor's memory."""
+"""Operators that a lowering cannot express: they read values, exchange a tensor's memory, or are
+about objects that are not tensors, the profiler's marks and process groups.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+import torch.distributed
 
 from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
 from bridge.errors import DataDependentError, at_line
 from bridge.lowering.common.promotion import cast, constant
 from bridge.lowering.common.provided import refuse
-from bridge.lowering.registry import LOWERINGS
+from bridge.lowering.registry import LOWERINGS, of_this_torch
 from bridge.operators.mutation import refuse_overlap, store
 from bridge.operators.operands import note_use, pure, stop, value_in
+from bridge.process import process
 from bridge.trace import folding
 from bridge.trace.tracing import (
+    OWN_RULES,
     Traced,
     concrete,
     exchanged,
@@ -211,3 +218,76 @@ def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.Tensor.data.__set__(target, like)  # type: ignore[attr-defined]
     target.node = like.node
     return target
+
+
+# -- the profiler's marks, and the collectives of a process group ----------------------------------
+def _mark(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A mark computes nothing, so PyTorch runs it itself."""
+    module = private.marked_distributed()
+    if module is not None:
+        _local_forward(module, entered=type(args[0]) is str)
+    return func(*args, **kwargs)
+
+
+_lock = threading.Lock()
+
+
+def _local_forward(module: torch.nn.parallel.DistributedDataParallel, entered: bool) -> None:
+    """Make DistributedDataParallel call only the module that it wraps, from the mark that opens its
+    forward to the mark that closes it.
+
+    Its buckets and hooks belong to torch's own backward.
+    """
+    if entered and module.process_group.size() > 1:
+        raise _several("DistributedDataParallel")
+    with _lock:
+        count = process.distributed.get(id(module), 0) + (1 if entered else -1)
+        if count < 0 or (count == 1 and entered and private.is_local(module)):
+            return  # it was local already
+        private.make_local(module, count > 0)
+        process.distributed[id(module)] = count
+        if not count:
+            del process.distributed[id(module)]
+
+
+def _collective(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a group of one process a collective leaves its tensors as they are; in a larger group it
+    is refused, because a traced tensor has no memory to send.
+    """
+    written, group = args[:2]
+    if torch.distributed.ProcessGroup.unbox(group).size() > 1:
+        raise _several(str(func))
+    # PyTorch makes the object that a caller waits for, from tensors without elements
+    out = func([torch.empty(0, dtype=t.dtype) for t in written], group, *args[2:], **kwargs)
+    return (written, out[1]) if isinstance(out, tuple) else out
+
+
+def _several(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: expected a process group of one process inside a transform, got several; a "
+        "traced tensor cannot be sent to another process. Call the module that is wrapped "
+        f"(.module), and average the gradients after the transform{at_line()}"
+    )
+
+
+_RULES = {
+    **dict.fromkeys(
+        (
+            "profiler._record_function_enter",
+            "profiler._record_function_enter_new",
+            "profiler._record_function_exit",
+            "profiler._record_function_exit._RecordFunction",
+            "profiler._call_end_callbacks_on_jit_fut",
+            "profiler._call_end_callbacks_on_jit_fut._RecordFunction",
+        ),
+        _mark,
+    ),
+    # these overwrite each tensor of their first argument with the values of all processes
+    **dict.fromkeys(
+        ("c10d.broadcast_", "c10d.allreduce_", "c10d.allreduce_coalesced_", "c10d.reduce_"),
+        _collective,
+    ),
+}
+OWN_RULES.update(
+    {func: functools.partial(rule, func) for func, rule in of_this_torch(_RULES).items()}
+)

@@ -19,9 +19,9 @@ from torch import nn
 from bridge import modules
 from bridge.boundary.results import inexact_dtype, is_array, put_together
 from bridge.convert import trees
+from bridge.flax_layouts import Path, flat
 from bridge.jax_functions import from_jax
 
-Path = tuple[str, ...]
 _TRAINING, _EVALUATING = (
     ("train", "training", "is_training"),
     ("deterministic", "use_running_average"),
@@ -86,9 +86,8 @@ class _FromFlax(_Part):
         found = self._tensors()
         return {path: modules.as_array(found[name]) for path, name in self.names.items()}
 
-    def _function(self) -> Callable[..., Any]:
-        """The JAX function of a call, which ``_start`` makes a torch function."""
-        raise NotImplementedError
+    #: Gives the JAX function of a call, which ``_start`` makes a torch function.
+    _function: Callable[[], Callable[..., Any]]
 
     def _start(self) -> None:
         self._run = from_jax(self._function(), static_argnames=("call", "training"), rng="key")
@@ -213,7 +212,7 @@ class FromLinen(_FromFlax):
             method,
         )
         self.collections = tuple(variables)
-        self._hold((tuple(map(str, path)), value) for path, value in _flat(variables))
+        self._hold(flat(variables).items())
         self._start()
 
     def _function(self) -> Callable[..., Any]:
@@ -257,7 +256,7 @@ class FromLinen(_FromFlax):
                 **kwargs,
                 **{m: modes[m] for m in free},
             )
-            return out, _changed(state, _flat(after), names)
+            return out, _changed(state, flat(after).items(), names)
 
         return run
 
@@ -269,12 +268,6 @@ class FromLinen(_FromFlax):
             dict: {"params": ..., "batch_stats": ...} of jax.Arrays, as they were given.
         """
         return {**{c: {} for c in self.collections}, **traverse_util.unflatten_dict(self._values())}
-
-
-def _flat(variables: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
-    return traverse_util.flatten_dict(
-        {kind: dict(linen.unbox(collection)) for kind, collection in variables.items()}
-    ).items()
 
 
 @dataclasses.dataclass
@@ -428,6 +421,3 @@ def _drawn(variable: Any, key: jax.Array) -> jax.Array:
     if not isinstance(variable, nnx.RngKey):
         return jax.numpy.zeros_like(value)
     return jax.random.split(key, value.shape) if value.shape else key
-
-
-__all__ = ["FromLinen", "FromNNX", "Frozen"]

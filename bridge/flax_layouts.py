@@ -15,13 +15,15 @@ import jax
 import numpy as np
 import torch
 import torch.nn.functional as F
-from flax import traverse_util
+from flax import linen, traverse_util
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bridge import modules
+
+Path = tuple[str, ...]
 
 _same, _swapped = (lambda w: w), np.transpose
 # torch [out, in / groups, *kernel], Flax [*kernel, in / groups, out]
@@ -381,10 +383,14 @@ def from_variables(
         >>> torch.equal(from_variables(ours, to_variables(theirs)).weight, theirs.weight)
         True
     """
-    write(
-        leaves(module, flattened), {"/".join(path): value for path, value in _paths(variables, ())}
-    )
+    write(leaves(module, flattened), {"/".join(path): x for path, x in flat(variables).items()})
     return module
+
+
+def flat(variables: Mapping[str, Any]) -> dict[Path, Any]:
+    """The arrays of a dict of collections, by the collection and path."""
+    collections = {kind: dict(linen.unbox(below)) for kind, below in variables.items()}
+    return {tuple(map(str, path)): x for path, x in traverse_util.flatten_dict(collections).items()}
 
 
 def write(known: Iterable[Leaf], left: dict[str, Any]) -> None:
@@ -410,14 +416,6 @@ def write(known: Iterable[Leaf], left: dict[str, Any]) -> None:
     if left:
         raise RuntimeError(f"variables: the module has no place for {', '.join(left)}")
     modules.write(modules.matched("variables", given, targets, strict=True))
-
-
-def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for key, value in tree.items():
-        yield from _paths(value, (*path, str(key)))
 
 
 # -- which layers get a flattened feature map ------------------------------------------------------
@@ -753,6 +751,3 @@ def _reduced(x: _Layout, dims: Any, keep: bool) -> _Layout:
         return _LOST
     left = x.spatial - (0 if keep else len(dims))
     return x._replace(spatial=left) if left else _LAST
-
-
-__all__ = ["from_variables", "to_variables"]

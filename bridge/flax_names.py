@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import linen, nnx, traverse_util
+from flax import nnx, traverse_util
 from torch import nn
 
-from bridge.flax_layouts import Leaf, arrays, leaves, shapes, write
-
-Path = tuple[str, ...]
+from bridge.flax_layouts import Leaf, Path, arrays, flat, leaves, shapes, write
 
 _KINDS = dict.fromkeys(("params", "frozen", "Param", "Frozen"), "params") | dict.fromkeys(
     ("batch_stats", "BatchStat"), "batch_stats"
@@ -241,10 +239,7 @@ def _values(twin: Any) -> dict[Path, Any]:
             "twin: expected an nnx.Module or the variables of a linen module, a dict of "
             f"collections, got {type(twin)}"
         )
-    return {
-        tuple(map(str, path)): value
-        for path, value in traverse_util.flatten_dict(dict(linen.unbox(twin))).items()
-    }
+    return flat(twin)
 
 
 def _defined(node: Any, path: Path) -> list[int]:
@@ -694,10 +689,9 @@ class NameMap:
         """The report as JSON: {"matched": [{"torch": ..., "flax": ..., "why": ...}], "unmatched":
         {...}, "unmatched_twin": {...}}.
         """
-        matched = [match._asdict() for match in self.matched]
         return json.dumps(
             {
-                "matched": matched,
+                "matched": [match._asdict() for match in self.matched],
                 "unmatched": self.unmatched,
                 "unmatched_twin": self.unmatched_twin,
             },
@@ -776,6 +770,3 @@ class NameMap:
             raise RuntimeError(
                 f"{self}\nGive rules for what is not matched, or strict=False to leave it as it is."
             )
-
-
-__all__ = ["Match", "NameMap", "name_map"]

@@ -136,6 +136,3 @@ def plain(tree: Any, what: str) -> Any:
             "dicts, lists and tuples"
         )
     return tree
-
-
-__all__ = ["FORMATS", "Exported", "plain", "stored"]

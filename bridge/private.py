@@ -99,7 +99,7 @@ def enter_function_modes(modes: Iterable[TorchFunctionMode]) -> None:
 #: size and a randomness. Each gives its level.
 grad_level = _named("torch._functorch.eager_transforms.grad_increment_nesting")
 vmap_level = _named("torch._functorch.vmap.vmap_increment_nesting")
-_jvp_level = _named("torch._functorch.eager_transforms.jvp_increment_nesting")
+
 #: A lane of a tensor that a vmap maps over a dimension, at the vmap's level; all lanes of one:
 #: (tensor, level, size, where they lie).
 lane, all_lanes = (
@@ -116,9 +116,6 @@ _wrap_for_grad, _unwrap_for_grad = (
 )
 #: A context in which requires_grad_ is allowed inside of those levels, or with False is not.
 requires_grad_allowed = _named("torch._functorch.eager_transforms.enable_inplace_requires_grad")
-_autograd_grad = _named("torch._functorch.eager_transforms._autograd_grad")
-_parts_of_dual = _named("torch._functorch.eager_transforms.safe_unpack_dual")
-_differentiable = _named("torch._functorch.eager_transforms._create_differentiable")
 
 
 @contextlib.contextmanager
@@ -127,7 +124,8 @@ def jvp_level() -> Iterator[int]:
     dual_level = (
         forward_ad.dual_level() if forward_ad._current_level < 0 else contextlib.nullcontext()
     )
-    with _jvp_level() as level, set_forward_mode_enabled(True), dual_level:
+    jvp = torch._functorch.eager_transforms.jvp_increment_nesting()
+    with jvp as level, set_forward_mode_enabled(True), dual_level:
         yield level
 
 
@@ -142,7 +140,7 @@ def differentiated(
     """The tensors at a level of ``grad_level``; the active ones among them require grad there."""
     every = wrapped(tensors, level)
     for k in active:
-        _differentiable(every[k], level)
+        torch._functorch.eager_transforms._create_differentiable(every[k], level)
     return every
 
 
@@ -162,7 +160,9 @@ def pulled_back(
     a scalar.
     """
     return list(
-        _autograd_grad(outs, inputs, cotangents, retain_graph=True, create_graph=create_graph)
+        torch._functorch.eager_transforms._autograd_grad(
+            outs, inputs, cotangents, retain_graph=True, create_graph=create_graph
+        )
     )
 
 
@@ -170,7 +170,7 @@ def parts_of_duals(
     duals: Iterable[torch.Tensor], strict: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The values and the tangents of duals; strict: one without a tangent is refused."""
-    pairs = [_parts_of_dual(t, strict) for t in duals]
+    pairs = [torch._functorch.eager_transforms.safe_unpack_dual(t, strict) for t in duals]
     return [p for p, _ in pairs], [t for _, t in pairs]
 
 
@@ -202,8 +202,7 @@ mapped_by_autograd: Callable[[torch.Tensor], bool] = _named(
     "torch._C._functorch.is_legacy_batchedtensor"
 )
 _unwrap_batched = _named("torch._C._functorch._unwrap_batched")
-_level_of = _named("torch._C._functorch.maybe_get_level")
-_below_the_innermost = _named("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack")
+
 #: What keeps the innermost transform of torch.func's that is in progress apart; None if there is
 #: none.
 innermost_level = _named("torch._C._functorch.peek_interpreter_stack")
@@ -313,8 +312,8 @@ def below_vmap(
     """fn of tensors that the innermost vmap of torch.func's maps: fn takes and returns their lanes
     as the first dimension, below it.
     """
-    level = max(map(_level_of, given))
-    with _below_the_innermost():
+    level = max(map(torch._C._functorch.maybe_get_level, given))
+    with torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack():
         unwrapped = [_unwrap_batched(t, level) for t in given]
         size = next(t.shape[dim] for t, dim in unwrapped if dim is not None)
         found = fn(
@@ -499,14 +498,12 @@ def mapped_container(
             ]
 
 
-_SELECTIVE = _named("torch.utils.checkpoint._CachingTorchDispatchMode")
-
-
 def selective_policy(context: object) -> Callable[..., Any] | None:
     """The policy of the first of the contexts that create_selective_checkpoint_contexts returns;
     None for others.
     """
-    return context.policy_fn if isinstance(context, _SELECTIVE) else None
+    selective = torch.utils.checkpoint._CachingTorchDispatchMode
+    return context.policy_fn if isinstance(context, selective) else None
 
 
 def is_fake(x: object) -> bool:
@@ -751,13 +748,6 @@ def is_local(distributed: DistributedDataParallel) -> bool:
 def make_local(distributed: DistributedDataParallel, local: bool) -> None:
     """Set whether a DistributedDataParallel only calls the module that it wraps."""
     distributed._use_python_reducer = local
-
-
-def processes(group: Any) -> int:
-    """The number of processes in a process group that is an argument of ``torch.ops.c10d``;
-    unboxing it is undocumented.
-    """
-    return torch.distributed.ProcessGroup.unbox(group).size()
 
 
 def state_question() -> Callable[[], bool]:

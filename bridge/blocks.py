@@ -130,21 +130,12 @@ def deep_lists(
         OneByOne: the calls of a list's blocks are not what a loop does.
     """
     left = {id(m) for blocks in apart for block in blocks for m in block.modules()}
-    found = []
-    for m in modules:
-        blocks = (
-            list(m)
-            if isinstance(m, nn.ModuleList | nn.Sequential)
-            and _DEEP <= len(m) == len(set(map(id, m)))
-            else []
-        )
-        if (
-            blocks
-            and left.isdisjoint(map(id, blocks))
-            and _are_alike(blocks)
-            and not any(map(_has_hooks_inside, blocks))
-        ):
-            found.append(blocks)
+    lists = (_equal_blocks(m, _DEEP) for m in modules)
+    found = [
+        blocks
+        for blocks in lists
+        if blocks and left.isdisjoint(map(id, blocks)) and not any(map(_has_hooks_inside, blocks))
+    ]
     inside = {
         id(m) for blocks in found for block in blocks for m in block.modules() if m is not block
     }
@@ -163,45 +154,43 @@ def _has_hooks_inside(block: nn.Module) -> bool:
 
 
 def _listed(module: nn.Module, name: str) -> nn.ModuleList | nn.Sequential:
-    try:
-        found = module.get_submodule(name)
-    except AttributeError:
-        found = None
-    if not isinstance(found, nn.ModuleList | nn.Sequential):
-        known = [
-            n for n, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)
-        ]
+    known = {
+        n: m
+        for n, m in module.named_modules(remove_duplicate=False)
+        if isinstance(m, nn.ModuleList | nn.Sequential)
+    }
+    if name not in known:
         raise ValueError(
             "scan_blocks: names: expected the name of an nn.ModuleList or nn.Sequential, got "
             f"{name!r}; {type(module).__name__} has {', '.join(map(repr, known)) or 'none'}"
         )
-    if len(set(map(id, found))) < len(found):
+    if len(set(map(id, known[name]))) < len(known[name]):
         raise ValueError(
             f"scan_blocks: names: one block is at two places of {name!r}; it is compiled once "
             "without a loop"
         )
-    return found
+    return known[name]
 
 
 def _alike(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
     """The names and the outermost lists in a module whose members are equal."""
-    if (
-        isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(set(map(id, module))) == len(module) >= _FEWEST
-        and _are_alike(module)
-    ):
-        yield name, module
+    if blocks := _equal_blocks(module, _FEWEST):
+        yield name, blocks
         return
     for key, child in module.named_children():
         yield from _alike(child, f"{name}.{key}" if name else key)
 
 
-def _are_alike(blocks: Iterable[nn.Module]) -> bool:
-    """Whether blocks have tensors, and are equal apart from the values of these and of Python
-    attributes.
+def _equal_blocks(module: nn.Module, fewest: int) -> list[nn.Module]:
+    """The members of a list that has at least so many, if they have tensors and are equal apart
+    from the values of these and of Python attributes; [] for other modules.
     """
-    first, *others = [parts(m) for m in blocks]
-    return bool(first.slots) and all(unlike(first, other) is None for other in others)
+    blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+    if not fewest <= len(blocks) == len(set(map(id, blocks))):
+        return []
+    first, *others = map(parts, blocks)
+    alike = first.slots and all(unlike(first, other) is None for other in others)
+    return blocks if alike else []
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,7 +7,9 @@ Users import it from ``bridge.flax``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,11 +88,32 @@ class _FromFlax(_Part):
         found = self._tensors()
         return {path: modules.as_array(found[name]) for path, name in self.names.items()}
 
-    #: Gives the JAX function of a call, which ``_start`` makes a torch function.
-    _function: Callable[[], Callable[..., Any]]
+    #: Calls the Flax module: (state by torch's names, args, kwargs, training, key) -> (output, the
+    #: variables after the call, by path).
+    _called: Callable[..., tuple[Any, Mapping[Path, Any]]]
 
     def _start(self) -> None:
-        self._run = from_jax(self._function(), static_argnames=("call", "training"), rng="key")
+        # without a reference to this module, whose memory would else be freed by Python's collector
+        proxy: Any = weakref.proxy(self)
+        function = functools.partial(type(self)._function, proxy)
+        self._run = from_jax(function, static_argnames=("call", "training"), rng="key")
+
+    def _function(
+        self,
+        state: dict[str, jax.Array],
+        given: list[jax.Array],
+        *,
+        call: Any,
+        training: bool,
+        key: jax.Array,
+    ) -> Any:
+        """The JAX function of a call: its output, and the new values of the variables that it has
+        replaced, by their names in torch.
+        """
+        args, kwargs = put_together(given, call)
+        out, after = self._called(state, args, kwargs, training, key)
+        held = {self.names[path]: v for path, v in after.items() if path in self.names}
+        return out, {name: v for name, v in held.items() if v is not state[name]}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: x for name, x in self.__dict__.items() if name != "_run"}
@@ -126,13 +149,6 @@ def _free(owner: nn.Module, name: str, taken: Mapping[str, Any] | None = None) -
     while hasattr(owner, name) and name not in (taken or ()):
         name += "_"
     return name
-
-
-def _changed(
-    before: Mapping[str, jax.Array], after: Iterable[tuple[Path, Any]], names: Mapping[Path, str]
-) -> dict[str, jax.Array]:
-    """The new values of the variables that a call has replaced, by their names in torch."""
-    return {names[path]: v for path, v in after if path in names and v is not before[names[path]]}
 
 
 class FromLinen(_FromFlax):
@@ -215,50 +231,27 @@ class FromLinen(_FromFlax):
         self._hold(flat(variables).items())
         self._start()
 
-    def _function(self) -> Callable[..., Any]:
-        module, names, method, streams, mutable = (
-            self.module,
-            dict(self.names),
-            self.method,
-            self.rngs,
-            self.mutable,
+    def _called(
+        self, state: dict[str, jax.Array], args: Any, kwargs: Any, training: bool, key: jax.Array
+    ) -> tuple[Any, Mapping[Path, Any]]:
+        signature = inspect.signature(getattr(type(self.module), self.method))
+        passed = signature.bind_partial(self.module, *args, **kwargs).arguments
+        modes = dict.fromkeys(_TRAINING, training) | dict.fromkeys(_EVALUATING, not training)
+        free = [m for m in modes if m in signature.parameters and m not in passed]
+        out, after = self.module.apply(
+            traverse_util.unflatten_dict({path: state[name] for path, name in self.names.items()}),
+            *args,
+            rngs={stream: jax.random.fold_in(key, i) for i, stream in enumerate(self.rngs)},
+            mutable=[
+                c
+                for c in self.collections
+                if c not in ("params", "frozen") and (training or c in self.mutable)
+            ],
+            method=self.method,
+            **kwargs,
+            **{m: modes[m] for m in free if getattr(self.module, m, None) is None},
         )
-        kept = tuple(c for c in self.collections if c not in ("params", "frozen"))
-        called = inspect.signature(getattr(type(module), method))
-
-        def run(
-            state: dict[str, jax.Array],
-            given: list[jax.Array],
-            *,
-            call: Any,
-            training: bool,
-            key: jax.Array,
-        ) -> Any:
-            args, kwargs = put_together(given, call)
-            passed = called.bind_partial(module, *args, **kwargs).arguments
-            modes = dict.fromkeys(_TRAINING, training) | dict.fromkeys(_EVALUATING, not training)
-            free = [
-                m
-                for m in modes
-                if m in called.parameters and m not in passed and getattr(module, m, None) is None
-            ]
-            keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(streams)}
-            changing = [c for c in kept if training or c in mutable]
-            variables = traverse_util.unflatten_dict(
-                {path: state[name] for path, name in names.items()}
-            )
-            out, after = module.apply(
-                variables,
-                *args,
-                rngs=keys,
-                mutable=changing,
-                method=method,
-                **kwargs,
-                **{m: modes[m] for m in free},
-            )
-            return out, _changed(state, flat(after).items(), names)
-
-        return run
+        return out, flat(after)
 
     def variables(self) -> dict[str, Any]:
         """Copies of the variables as Flax has them, for ``module.apply``, optax or a checkpoint of
@@ -359,38 +352,25 @@ class FromNNX(_FromFlax):
         )
         self._start()
 
-    def _function(self) -> Callable[..., Any]:
-        names, method = dict(self.names), self.method
-        graph, draws, others = self.structure.graph, self.structure.draws, self.structure.others
-
-        def run(
-            state: dict[str, jax.Array],
-            given: list[jax.Array],
-            *,
-            call: Any,
-            training: bool,
-            key: jax.Array,
-        ) -> Any:
-            args, kwargs = put_together(given, call)
-            values = {path: (v, state[names[place]]) for path, (place, v) in others.items()}
-            model = _merged(
-                graph,
-                values,
-                {
-                    path: (v, _drawn(v, jax.random.fold_in(key, i)))
-                    for i, (path, v) in enumerate(draws.items())
-                },
-            )
-            model.train() if training else model.eval()
-            out = getattr(model, method)(*args, **kwargs)
-            after = [
-                (others[path][0], v.get_value())
-                for path, v in nnx.to_flat_state(nnx.state(model))
-                if path in others
-            ]
-            return out, _changed(state, after, names)
-
-        return run
+    def _called(
+        self, state: dict[str, jax.Array], args: Any, kwargs: Any, training: bool, key: jax.Array
+    ) -> tuple[Any, Mapping[Path, Any]]:
+        others = self.structure.others
+        model = _merged(
+            self.structure.graph,
+            {path: (v, state[self.names[place]]) for path, (place, v) in others.items()},
+            {
+                path: (v, _drawn(v, jax.random.fold_in(key, i)))
+                for i, (path, v) in enumerate(self.structure.draws.items())
+            },
+        )
+        model.train() if training else model.eval()
+        out = getattr(model, self.method)(*args, **kwargs)
+        return out, {
+            others[path][0]: v.get_value()
+            for path, v in nnx.to_flat_state(nnx.state(model))
+            if path in others
+        }
 
     def save_to(self, module: nnx.Module | None = None) -> nnx.Module:
         """Write copies of the values into a Flax module of the same structure, by default a new

@@ -31,7 +31,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, conj, inexact, inexact_dtype, pick
 from bridge.cache_keys import Same
 from bridge.convert import dtypes, tensors, trees
-from bridge.errors import for_user
+from bridge.errors import public
 from bridge.jit.jitted import Jitted
 from bridge.jit.program import aval
 from bridge.jit.simplify import simplified
@@ -629,12 +629,9 @@ def from_jax(
     function = _Function(fn, *_statics(fn, static_argnums, static_argnames), rng, enable_x64)
 
     @private.opaque
+    @public
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function.call(args, kwargs)
-        except Exception as error:
-            for_user(error)
-            raise
+        return function.call(args, kwargs)
 
     functools.update_wrapper(call, fn, assigned=("__name__", "__qualname__", "__doc__"), updated=())
     del call.__wrapped__  # type: ignore[attr-defined]  # it would be searched for tensors

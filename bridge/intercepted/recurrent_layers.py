@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from bridge import private_calls
 from bridge.boundary.calls import plain
-from bridge.operators import packed_sequences
+from bridge.operators import special_cases
 from bridge.trace.levels import state
 from bridge.trace.tracing import concrete, plan_of
 
@@ -41,7 +41,7 @@ def _recurrent(kind: str) -> Callable[..., Any]:
         _, layers, dropout, train, *directions = args[4 if packed else 3 :]
         if x.device.type != "cuda" and torch.is_autocast_enabled(x.device.type):
             # autocast chooses a dtype for each product
-            lengths = [packed_sequences.ordinary(t, _PACKED) for t in sizes]
+            lengths = [special_cases.ordinary(t, _PACKED) for t in sizes]
             return func(x, *lengths, *args[1 + packed :])
         given = [concrete(t, _PACKED) for t in sizes]
         operator = plan_of(getattr(getattr(torch.ops.aten, kind), "data" if packed else "input"))

@@ -25,7 +25,7 @@ from bridge.errors import DataDependentError, at_line
 from bridge.intercepted import attention, gradient_hooks, recurrent_layers
 from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
-from bridge.operators import packed_sequences, views
+from bridge.operators import special_cases, views
 from bridge.operators.special_cases import presumed
 from bridge.process import having
 from bridge.trace.aliasing import conjugates, views_between
@@ -581,7 +581,7 @@ PYTHON_RULES |= {
     torch.Tensor.new: _new_tensor,
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.addcdiv_: _addcdiv_,
-    **packed_sequences.FUNCTIONS,
+    **special_cases.PACKING,
     **attention.FUNCTIONS,
     **recurrent_layers.FUNCTIONS,
 }

@@ -192,13 +192,14 @@ def _by_operator(
     return of_this_torch({f"aten.{name}": rule for names, rule in rules for name in names.split()})
 
 
-#: By an ATen operator, how it runs in a trace if one of its operands is sparse.
+#: By an ATen operator, how it runs in a trace if one of its operands, or its result, is sparse.
 _OPERATORS = _by_operator(
     ("mm mv matmul _sparse_mm", _product),
     ("addmm _sparse_addmm", _addmm),
     ("bmm", _products),
     ("_to_dense to_dense", _to_dense),
     ("linear", _linear),
+    ("_sparse_coo_tensor_with_dims_and_tensors", _made),
 )
 #: Those that run in PyTorch instead if they are called outside of jit, and no operand was made in
 #: the trace.
@@ -240,12 +241,9 @@ def _dispatched(
     """Run an ATen operator whose plan has raised that error; it is raised again if the operator has
     nothing to do with sparse tensors.
     """
-    operands = pytree.tree_leaves((args, kwargs))
-    of_sparse = [t for t in operands if is_sparse(t)]
+    of_sparse = [t for t in pytree.tree_leaves((args, kwargs)) if is_sparse(t)]
     rule = _OPERATORS.get(func) or _OF_ONE.get(func)
-    if func.name() == "aten::_sparse_coo_tensor_with_dims_and_tensors":
-        rule = _made
-    elif not of_sparse:
+    if not of_sparse and rule is not _made:
         raise refused
     if rule is not None:
         try:

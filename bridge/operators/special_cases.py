@@ -1,5 +1,6 @@
-"""Operators that a lowering cannot express: they read values, exchange a tensor's memory, or are
-about objects that are not tensors, the profiler's marks and process groups.
+"""Operators that a lowering cannot express: they read values (the lengths of packed sequences too),
+exchange a tensor's memory, or are about objects that are not tensors, the profiler's marks and
+process groups.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bridge.trace.tracing import (
     node_of,
     over,
     own_rule,
+    traced_python,
     unknown_value,
     wrap,
 )
@@ -218,6 +220,74 @@ def _set_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch.Tensor.data.__set__(target, like)  # type: ignore[attr-defined]
     target.node = like.node
     return target
+
+
+# -- packed sequences of torch.nn.utils.rnn --------------------------------------------------------
+# The lengths alone decide which rows of a padded tensor the packed one has. PyTorch itself packs or
+# pads the row numbers, and the rows are then gathered by them.
+def ordinary(t: torch.Tensor, what: str) -> torch.Tensor:
+    """An ordinary tensor with the values of a traced one;
+    DataDependentError if they are not known.
+    """
+    found = concrete(t, what)
+    with private.below_python():
+        return torch.from_numpy(found.copy())
+
+
+def _constant(t: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor as a traced tensor whose values are known."""
+    return lift_fresh((t,), {})
+
+
+def _pack(
+    input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    steps = input.transpose(0, 1) if batch_first else input
+    known = ordinary(
+        lengths, "pack_padded_sequence by lengths that are a tensor (give them as a list of ints)"
+    )
+    with private.below_python():
+        rows = (
+            torch.arange(steps.shape[0] * steps.shape[1]).reshape(steps.shape[:2])
+            if steps.numel()
+            else torch.empty(steps.shape)
+        )
+        places, sizes = torch._VF._pack_padded_sequence(rows, known, False)
+    return steps.flatten(0, 1).index_select(0, _constant(places)), _constant(sizes)
+
+
+def _pad(
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = ordinary(batch_sizes, "pad_packed_sequence")
+    with private.below_python():
+        places, lengths = torch._VF._pad_packed_sequence(
+            torch.arange(data.shape[0]), sizes, batch_first, -1, total_length
+        )
+        kept = (places >= 0).reshape(*places.shape, *[1] * (data.dim() - 1))
+        flat = places.clamp(min=0).reshape(-1)
+    rows = data.index_select(0, _constant(flat)).unflatten(0, tuple(places.shape))
+    return torch.where(
+        _constant(kept), rows, torch.full((), padding_value, dtype=data.dtype, device=data.device)
+    ), _constant(lengths)
+
+
+@own_rule("aten._pack_padded_sequence")
+def _pack_plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plan of the operator, which runs if both tensors come from outside the trace."""
+    with traced_python():
+        return _pack(*args, **kwargs)
+
+
+#: torch function -> the function that is called in its place.
+PACKING: dict[Any, Any] = {
+    torch._VF._pack_padded_sequence: lambda func, *args, **kwargs: _pack(*args, **kwargs),
+    torch._VF._pad_packed_sequence: lambda func, *args, **kwargs: _pad(*args, **kwargs),
+}
 
 
 # -- the profiler's marks, and the collectives of a process group ----------------------------------

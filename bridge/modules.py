@@ -399,7 +399,9 @@ def _functional_call(module: nn.Module, given: Any, *args: Any, **kwargs: Any) -
         return private_calls.original("functional_call")(module, given, *args, **kwargs)
 
 
-private_calls.IN_TRACES["functional_call"] = _functional_call
+private_calls.IN_TRACES["functional_call"] = private_calls.Ours(
+    _functional_call, private_calls.in_call, recorded=True
+)
 
 
 class _Method(nn.Module):

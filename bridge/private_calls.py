@@ -7,6 +7,7 @@ PyTorch does not document.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import operator
@@ -20,6 +21,7 @@ import torch
 
 from bridge import private, private_meta
 from bridge.process import process
+from bridge.trace.levels import Unrecordable, state
 
 
 # A subclass of Tensor cannot override autograd.Function.apply, and callers hold copies of it
@@ -143,16 +145,42 @@ def _shim(function: types.FunctionType, name: str) -> types.CodeType:
     free = function.__code__.co_freevars
     text = (
         f"def around({', '.join(free)}):\n    def shim(*args, **kwargs):\n        if 0: "
-        f"{', '.join(free) or '...'}\n        from {__name__} import IN_TRACES\n        return "
-        f"IN_TRACES[{name!r}](*args, **kwargs)\n    return shim"
+        f"{', '.join(free) or '...'}\n        from {__name__} import called\n        return "
+        f"called({name!r}, *args, **kwargs)\n    return shim"
     )
     exec(compile(text, __file__, "exec"), space)
     return space["around"](*free).__code__
 
 
-#: Name in ``_REDIRECTED`` -> our function; a file that has such functions puts them here when it is
+def in_trace(*_: Any, **__: Any) -> bool:
+    """Whether this thread has a trace open."""
+    return state.level is not None
+
+
+def in_call(*_: Any, **__: Any) -> bool:
+    """Whether this thread has a trace or a record open."""
+    return state.level is not None or state.recorder is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ours:
+    """Our function in the place of one of torch's.
+
+    Attributes:
+        function: ours.
+        when: whether a call with these arguments is one of ours.
+        recorded: whether a record may call torch's own; from the call of another one on, PyTorch
+            goes on with what is recorded.
+    """
+
+    function: Callable[..., Any]
+    when: Callable[..., bool] = in_trace
+    recorded: bool = False
+
+
+#: By the name in ``_REDIRECTED``; the files that have such functions put them here when they are
 #: imported.
-IN_TRACES: dict[str, Callable[..., Any]] = {}
+IN_TRACES: dict[str, Ours] = {}
 
 #: Functions of torch's that are redirected to ours: name -> (module, name in the module).
 _REDIRECTED = {
@@ -218,21 +246,18 @@ def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, ty
     return found
 
 
-def outside_of_traces(name: str) -> bool:
-    """Call ``asked_outside`` for a function that is intercepted in traces and was called outside of
-    them; whether it is in a trace now.
-    """
-    return any(asked(name) for asked in asked_outside)
-
-
-#: A recorder puts a function here that may open a trace, in which the intercepted function of that
-#: name is called again, or raise.
-asked_outside: list[Callable[[str], bool]] = []
+def called(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """A call of a redirected function."""
+    ours = IN_TRACES[name]
+    function = ours.function if ours.when(*args, **kwargs) else original(name)
+    return function(*args, **kwargs)
 
 
 def original(name: str) -> Callable[..., Any]:
-    """torch's own redirected function of that name, to be called outside of traces."""
-    return IN_TRACES[name] if outside_of_traces(name) else _redirects(_imported())[name][1]
+    """torch's own redirected function of that name."""
+    if state.recorder is not None and not IN_TRACES[name].recorded:
+        state.recorder.go_on(Unrecordable(name))
+    return _redirects(_imported())[name][1]
 
 
 class _Intercepted:

@@ -20,7 +20,6 @@ from bridge import private_calls
 from bridge.boundary.calls import plain
 from bridge.lowering.nn.attention import blocks
 from bridge.lowering.registry import OVERRIDDEN
-from bridge.trace.levels import state
 from bridge.trace.torch_random import drawing
 from bridge.trace.tracing import plan_of
 
@@ -146,11 +145,10 @@ def cast_by_autocast(args: Sequence[Any]) -> list[Any]:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """torch.nn.functional.multi_head_attention_forward; in a trace it calls the function above,
-    which it would not ask for a rule.
+    """torch.nn.functional.multi_head_attention_forward, which calls the function above: it would
+    not ask for a rule.
     """
-    own = private_calls.original("multi_head_attention") if state.level is None else _with_rule()
-    return own(*args, **kwargs)
+    return _with_rule()(*args, **kwargs)
 
 
 @functools.cache
@@ -170,4 +168,6 @@ FUNCTIONS: dict[Any, Any] = dict.fromkeys(
     (F.scaled_dot_product_attention, _WHOLE, getattr(_WHOLE, "default", None)), _attention
 )
 FUNCTIONS.pop(None, None)  # a version of PyTorch without the operator
-private_calls.IN_TRACES["multi_head_attention"] = multi_head_attention
+private_calls.IN_TRACES["multi_head_attention"] = private_calls.Ours(
+    multi_head_attention, recorded=True
+)

@@ -97,16 +97,11 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """torch.utils.checkpoint.checkpoint, through jax.checkpoint if this thread has a trace open."""
-    if state.level is None and state.recorder is None:
+    kwargs = {name: x for name, x in kwargs.items() if name not in _OPTIONS}
+    if not private_calls.in_call():
         # torch.func does not allow the hooks on saved tensors with which PyTorch's own computes
         # again
-        if private.transformed_by_torch():
-            return function(*args, **_without_options(kwargs))
-        contexts = {} if context_fn is None else {"context_fn": context_fn}
-        return private_calls.original("checkpoint")(
-            function, *args, use_reentrant=use_reentrant, **contexts, **kwargs
-        )
-    kwargs = _without_options(kwargs)
+        return function(*args, **kwargs)
     if state.level is None:
         return CHECKPOINT.record(function, args, kwargs)
     if context_fn is None:
@@ -125,6 +120,16 @@ def checkpoint(
     return rematerialized(in_context, args, kwargs, kept)
 
 
+#: The other keyword arguments of a checkpoint, which its function does not get.
+_OPTIONS = frozenset(
+    {
+        "determinism_check",
+        "debug",
+        "early_stop",
+        "preserve_rng_state",
+        "respect_saved_tensors_hooks",
+    }
+)
 #: The name of values that a selective policy of PyTorch's keeps.
 _KEPT = "kept by torch's policy"
 
@@ -156,18 +161,6 @@ class _Kept(private.TorchDispatchMode):
 def _named(x: torch.Tensor) -> torch.Tensor:
     """The tensor, as a value that is kept."""
     return apply(lambda values: Result([checkpoint_name(v, _KEPT) for v in values]), [x])[0][0]
-
-
-def _without_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a checkpoint that its function gets."""
-    options = (
-        "determinism_check",
-        "debug",
-        "early_stop",
-        "preserve_rng_state",
-        "respect_saved_tensors_hooks",
-    )
-    return {name: x for name, x in kwargs.items() if name not in options}
 
 
 def policy_of(remat: bool | Policy) -> Policy | None:
@@ -205,4 +198,6 @@ def rematerialized(
     return put_together(*apply(compute, call.arrays))
 
 
-private_calls.IN_TRACES["checkpoint"] = checkpoint
+private_calls.IN_TRACES["checkpoint"] = private_calls.Ours(
+    checkpoint, lambda *_, **__: private_calls.in_call() or private.transformed_by_torch()
+)

@@ -17,22 +17,23 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from bridge import private_calls
 from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, put_together, take_apart
 from bridge.convert import trees
 from bridge.errors import at_line, is_no_jvp
 from bridge.lowering.common import varying
+from bridge.private_calls import IN_TRACES, Ours
 from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane
 from bridge.trace.tracing import Traced, value_of, wrap
 from bridge.transform_kinds import PLAIN
 
 
-def traced(*trees_: Any) -> bool:
+def traced(*args: Any, **kwargs: Any) -> bool:
     """Whether a transform is in progress, or one of the tensors belongs to a trace."""
     return state.level is not None and (
-        state.level.parent is not None or any(type(x) is Traced for x in trees.flatten(trees_)[0])
+        state.level.parent is not None
+        or any(type(x) is Traced for x in trees.flatten((args, kwargs))[0])
     )
 
 
@@ -113,8 +114,6 @@ def cond(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()
 ) -> Any:
     """torch.cond: both branches are traced, and ``lax.cond`` chooses one."""
-    if state.level is None:
-        return private_calls.original("cond")(pred, true_fn, false_fn, operands)
     known = _known(pred, bool)
     if known is not None:
         return (true_fn if known else false_fn)(*operands)
@@ -136,8 +135,6 @@ def switch(index: Any, branches: Any, operands: Any = ()) -> Any:
     """torch.switch: all branches are traced, and ``lax.switch`` chooses one; an index out of range
     chooses the first or the last.
     """
-    if state.level is None:
-        return private_calls.original("switch")(index, branches, operands)
     if (
         not isinstance(branches, tuple | list)
         or not branches
@@ -209,8 +206,6 @@ def while_loop(
     """torch's while_loop as ``lax.while_loop``; it has forward mode only, as in JAX, unless the
     number of steps is known.
     """
-    if state.level is None:
-        return private_calls.original("while_loop")(cond_fn, body_fn, carried_inputs)
     carry = tuple(carried_inputs)
     while known := _known(cond_fn(*carry, *additional_inputs), bool):
         out = body_fn(*carry, *additional_inputs)
@@ -237,8 +232,6 @@ def map(f: Callable[..., Any], xs: Any, *args: Any) -> Any:
     """torch's map: f is called for each index of the first dimension of xs, one after the other, by
     ``scan``.
     """
-    if not traced(xs, args):
-        return private_calls.original("map")(f, xs, *args)
     return scan(lambda _, x: ((), f(x, *args)), (), xs)[1]
 
 
@@ -252,8 +245,6 @@ def scan(
     **_: Any,
 ) -> tuple[Any, Any]:
     """torch's scan as ``lax.scan`` along dim."""
-    if not traced(init, xs):
-        return private_calls.original("scan")(combine_fn, init, xs, dim=dim, reverse=reverse)
     flat_xs = trees.flatten(xs)[0]
     if not flat_xs or not all(isinstance(x, torch.Tensor) for x in flat_xs):
         raise RuntimeError(
@@ -294,10 +285,6 @@ def associative_scan(
     combine_mode: str = "pointwise",
 ) -> Any:
     """torch's associative_scan as ``lax.associative_scan`` along dim."""
-    if not traced(xs):
-        return private_calls.original("associative_scan")(
-            combine_fn, xs, dim, reverse, combine_mode
-        )
     body = _Body(combine_fn, (xs, xs), "associative_scan: combine_fn")
 
     def compute(values: list[Any]) -> list[Any]:
@@ -311,13 +298,13 @@ def associative_scan(
     return trees.unflatten(trees.flatten(xs)[1], body.run(compute))
 
 
-private_calls.IN_TRACES.update(
+IN_TRACES.update(
     {
-        "cond": cond,
-        "switch": switch,
-        "while_loop": while_loop,
-        "map": map,
-        "scan": scan,
-        "associative_scan": associative_scan,
+        "cond": Ours(cond),
+        "switch": Ours(switch),
+        "while_loop": Ours(while_loop),
+        "map": Ours(map, traced),
+        "scan": Ours(scan, traced),
+        "associative_scan": Ours(associative_scan, traced),
     }
 )

@@ -27,16 +27,11 @@ from bridge.intercepted.control_flow import _Body
 from bridge.lowering.common.promotion import cast, opmath
 from bridge.lowering.linalg.matmul import precision
 from bridge.lowering.nn.attention import blocks, by_blocks, weighed
-from bridge.trace.levels import state
 from bridge.trace.tracing import wrap
 
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, on traced tensors if this thread has a
-    trace open.
-    """
-    if state.level is None:
-        return private_calls.original("flex_attention")(*args, **kwargs)
+    """torch.nn.attention.flex_attention.flex_attention on traced tensors."""
     return private_calls.flex_attention_around(_attention)(*args, **kwargs)
 
 
@@ -132,4 +127,4 @@ def _everywhere(what: str, fn: Callable[..., Any], *dtypes: Any) -> Callable[...
     return at
 
 
-private_calls.IN_TRACES["flex_attention"] = flex_attention
+private_calls.IN_TRACES["flex_attention"] = private_calls.Ours(flex_attention)

@@ -66,13 +66,13 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
 def _register_multi_grad_hook(
     tensors: Sequence[torch.Tensor], fn: Callable[..., Any], *, mode: str = "all"
 ) -> RemovableHandle:
-    if state.level is not None and any(type(t) is Traced for t in tensors):
-        raise NotImplementedError(
-            "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not "
-            "tell PyTorch's engine which gradients are still to come; register a hook on each "
-            f"tensor, with Tensor.register_hook{at_line()}"
-        )
-    return private_calls.original("multi_grad_hook")(tensors, fn, mode=mode)
+    if not any(type(t) is Traced for t in tensors):
+        return private_calls.original("multi_grad_hook")(tensors, fn, mode=mode)
+    raise NotImplementedError(
+        "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not "
+        "tell PyTorch's engine which gradients are still to come; register a hook on each "
+        f"tensor, with Tensor.register_hook{at_line()}"
+    )
 
 
 class _TensorHook:
@@ -310,4 +310,4 @@ def _late() -> Iterator[Level]:
 
 
 HANDED_IN["graph_node"] = graph_node
-private_calls.IN_TRACES["multi_grad_hook"] = _register_multi_grad_hook
+private_calls.IN_TRACES["multi_grad_hook"] = private_calls.Ours(_register_multi_grad_hook)

@@ -8,7 +8,6 @@ bridge/jit/effects.py makes results of the program of it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private, private_calls
 from bridge.errors import at_line
+from bridge.private_calls import Ours
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
 from bridge.trace.tracing import Traced, lift, value_of
@@ -108,7 +108,7 @@ def run_backward(
     leave dead tensors behind.
     """
     level, leaves = state.level, list[torch.Tensor]()
-    if level is not None and state.jitting:
+    if state.jitting:
         asked = {
             t.number
             for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ()))
@@ -116,7 +116,7 @@ def run_backward(
         }
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))
-    if accumulate_grad and level is not None:
+    if accumulate_grad:
         if level.kind in NUMBERED:
             raise RuntimeError(_IN_TRANSFORM + at_line())
         grads, leaves = (
@@ -135,7 +135,7 @@ def run_backward(
                 f"cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
             )
     # PyTorch's engine has a thread for each CUDA device, in which no trace is open
-    with contextlib.nullcontext() if level is None else set_multithreading_enabled(False):
+    with set_multithreading_enabled(False):
         found = private_calls.original("run_backward")(
             outputs, *args, accumulate_grad=accumulate_grad, **kwargs
         )
@@ -191,66 +191,39 @@ def _behind(nodes: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _optimizer_zero_grad(optimizer: Any, set_to_none: bool = True) -> None:
-    if state.level is None or not set_to_none:
-        private_calls.original("optimizer_zero_grad")(optimizer, set_to_none)
-        return
-    _without_gradients(p for group in optimizer.param_groups for p in group["params"])
-
-
-def _module_zero_grad(module: Any, set_to_none: bool = True) -> None:
-    if state.level is None or not set_to_none:
-        private_calls.original("module_zero_grad")(module, set_to_none)
-        return
-    _without_gradients(module.parameters())
-
-
-def _without_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set each ``.grad`` to None, without the question whether there is one: its answer would be a
-    condition of the program.
+def _zero_grad(owner: Any, set_to_none: bool = True) -> None:
+    """zero_grad of an optimizer or a module. It sets each ``.grad`` to None without the question
+    whether there is one: its answer would be a condition of the program.
     """
+    parameters = (
+        owner.parameters()
+        if isinstance(owner, torch.nn.Module)
+        else (p for group in owner.param_groups for p in group["params"])
+    )
     for p in parameters:
         p.grad = None
 
 
-def _step_number(x: Any) -> Any:
-    """How many steps an optimizer has made: it is computed with in double precision, as Python
-    computes with the number.
-    """
-    if not state.jitting or not isinstance(x, torch.Tensor):
-        return private_calls.original("optimizer_number")(x)
-    return x.double()
-
-
-def _saved_as(t: torch.Tensor) -> tuple[int, int, int]:
-    """By what allow_mutation_on_saved_tensors knows a saved tensor: one of a trace has no address,
-    but a node whose root is its memory.
-    """
-    return (
-        (id(t), id(t.node.root), t._version)
-        if type(t) is Traced
-        else private_calls.original("saved_tensor")(t)
-    )
-
-
-def _memory_saved_as(t: torch.Tensor) -> tuple[int, int]:
-    """By what it knows the memory of a saved tensor,
-    which it clones before that memory is written.
-    """
-    return (
-        (id(t.node.root), t._version)
-        if type(t) is Traced
-        else private_calls.original("saved_memory")(t)
-    )
+def _sets_to_none(_: Any, set_to_none: bool = True) -> bool:
+    return state.level is not None and set_to_none
 
 
 private_calls.IN_TRACES.update(
     {
-        "saved_tensor": _saved_as,
-        "saved_memory": _memory_saved_as,
-        "run_backward": run_backward,
-        "optimizer_zero_grad": _optimizer_zero_grad,
-        "module_zero_grad": _module_zero_grad,
-        "optimizer_number": _step_number,
+        # by these allow_mutation_on_saved_tensors knows a saved tensor, and its memory, which it
+        # clones before that memory is written; one of a trace has no address, but a node whose
+        # root is its memory
+        "saved_tensor": Ours(
+            lambda t: (id(t), id(t.node.root), t._version), lambda t: type(t) is Traced
+        ),
+        "saved_memory": Ours(lambda t: (id(t.node.root), t._version), lambda t: type(t) is Traced),
+        "run_backward": Ours(run_backward),
+        "optimizer_zero_grad": Ours(_zero_grad, _sets_to_none),
+        "module_zero_grad": Ours(_zero_grad, _sets_to_none),
+        # how many steps an optimizer has made: it is computed with in double precision, as Python
+        # computes with the number
+        "optimizer_number": Ours(
+            lambda x: x.double(), lambda x: state.jitting and isinstance(x, torch.Tensor)
+        ),
     }
 )

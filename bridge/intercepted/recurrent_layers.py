@@ -16,18 +16,9 @@ import torch.nn.functional as F
 from bridge import private_calls
 from bridge.boundary.calls import plain
 from bridge.operators import special_cases
-from bridge.trace.levels import state
 from bridge.trace.tracing import concrete, plan_of
 
 _PACKED = "a recurrent layer of a packed sequence"
-
-
-def flatten_parameters(layer: torch.nn.RNNBase) -> None:
-    """RNNBase.flatten_parameters, which a recurrent layer on CUDA calls if its weights have
-    changed; it asks for their addresses.
-    """
-    if state.level is None and state.recorder is None:
-        private_calls.original("flatten_parameters")(layer)
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
@@ -132,4 +123,7 @@ FUNCTIONS: dict[Any, Any] = {
         for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
 }
-private_calls.IN_TRACES["flatten_parameters"] = flatten_parameters
+# a recurrent layer on CUDA calls it if its weights have changed; it asks for their addresses
+private_calls.IN_TRACES["flatten_parameters"] = private_calls.Ours(
+    lambda layer: None, private_calls.in_call
+)

@@ -27,6 +27,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import special_cases, views
 from bridge.operators.special_cases import presumed
+from bridge.private_calls import Ours, in_call, in_trace
 from bridge.process import having
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import Unrecordable, innermost, state
@@ -382,9 +383,7 @@ def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
     """torch.nn.functional's, without the error for negative values of var, which are not known
     here.
     """
-    return (
-        _without_question() if traced(args, kwargs) else private_calls.original("gaussian_nll_loss")
-    )(*args, **kwargs)
+    return _without_question()(*args, **kwargs)
 
 
 @functools.cache
@@ -412,51 +411,24 @@ def causal_hint(
         return False
 
 
-def fused_attention() -> bool:
-    """Whether transformers in eval mode may call one kernel for a whole layer; False in a trace,
-    because JAX cannot see into it.
-    """
-    return (
-        state.level is None
-        and state.recorder is None
-        and private_calls.original("fused_attention")()
-    )
-
-
 def jiterator(*args: Any, **kwargs: Any) -> Any:
     """A kernel of torch.cuda.jiterator, which reads at the addresses of tensors and does not ask
     whether they have memory.
     """
-    if state.level is None or not torch.cuda.is_available():
-        return private_calls.original("jiterator")(*args, **kwargs)
     raise RuntimeError(f"torch.cuda.jiterator: {NO_KERNEL}{at_line()}")
-
-
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is at work, or this thread traces a jitted function:
-    libraries then ask for no values.
-    """
-    return state.jitting or private_calls.original("is_compiling")()
 
 
 def compile(*args: Any, **kwargs: Any) -> Any:
     """torch.compile; a function that it compiles inside of a trace runs there as the plain
     function.
     """
-    own = private_calls.original("compile")
-    return (
-        own(*args, **kwargs)
-        if state.level is None and state.recorder is None
-        else private_calls.compile_in_trace(own, *args, **kwargs)
-    )
+    return private_calls.compile_in_trace(private_calls.original("compile"), *args, **kwargs)
 
 
 def compiler_of_frames(compiler: Any) -> Any:
     """What torch.compile compiles the frames of a function with; None in a trace, where it would
     compile the trace's own Python.
     """
-    if state.level is None and state.recorder is None:
-        return private_calls.original("compiler_of_frames")(compiler)
     private_calls.count_no_compiled_frames()
     return None
 
@@ -465,8 +437,6 @@ def deepcopy(t: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A copy of a leaf from outside that belongs to the trace; PyTorch's own code copies its
     memory.
     """
-    if (state.level is None and state.recorder is None) or not t.is_leaf:
-        return private_calls.original("deepcopy")(t, memo)
     if id(t) not in memo:
         copied = t.detach().clone()
         memo[id(t)] = copied.requires_grad_() if t.requires_grad else copied
@@ -477,7 +447,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from
     outside.
     """
-    if state.level is not None and not type(t1) is type(t2) is Traced:
+    if not type(t1) is type(t2) is Traced:
         raise exchanged("swap_tensors")
     private_calls.original("swap_tensors")(t1, t2)
 
@@ -489,12 +459,7 @@ def register_parameter(
     outside.
     """
     old = module.__dict__.get("_parameters", {}).get(name)
-    if (
-        state.level is not None
-        and type(param) is Traced
-        and old is not None
-        and type(old) is not Traced
-    ):
+    if type(param) is Traced and old is not None and type(old) is not Traced:
         raise exchanged(f"the parameter {name}")
     private_calls.original("register_parameter")(module, name, param)
 
@@ -503,8 +468,6 @@ def in_class(result: Any, cls: type) -> Any:
     """An operator's result in the class of its operands, a subclass of torch.Tensor from outside; a
     traced result stays a plain tensor.
     """
-    if type(result) is not Traced:
-        return private_calls.original("in_class")(result, cls)
     if has_rules(cls):
         raise NotImplementedError(  # PyTorch's operators, such as *, would catch a TypeError
             "tensor: expected a tensor of a class without a __torch_function__ of its own, got a "
@@ -587,17 +550,20 @@ PYTHON_RULES |= {
 }
 private_calls.IN_TRACES.update(
     {
-        "gaussian_nll_loss": gaussian_nll_loss,
-        "causal_hint": causal_hint,
-        "fused_attention": fused_attention,
-        "is_compiling": is_compiling,
-        "jiterator": jiterator,
-        "batch_norm_forward": batch_norm_forward,
-        "deepcopy": deepcopy,
-        "in_class": in_class,
-        "compile": compile,
-        "swap_tensors": swap_tensors,
-        "register_parameter": register_parameter,
-        "compiler_of_frames": compiler_of_frames,
+        "gaussian_nll_loss": Ours(gaussian_nll_loss, traced, recorded=True),
+        "causal_hint": Ours(causal_hint, recorded=True),
+        # whether transformers in eval mode may call one kernel for a whole layer, into which JAX
+        # cannot see
+        "fused_attention": Ours(lambda: False, in_call),
+        # whether torch.compile or torch.export is at work: libraries then ask for no values
+        "is_compiling": Ours(lambda: True, lambda: state.jitting, recorded=True),
+        "jiterator": Ours(jiterator, lambda *_, **__: in_trace() and torch.cuda.is_available()),
+        "batch_norm_forward": Ours(batch_norm_forward, in_call, recorded=True),
+        "deepcopy": Ours(deepcopy, lambda t, _: in_call() and t.is_leaf, recorded=True),
+        "in_class": Ours(in_class, lambda result, _: type(result) is Traced),
+        "compile": Ours(compile, in_call, recorded=True),
+        "swap_tensors": Ours(swap_tensors),
+        "register_parameter": Ours(register_parameter, recorded=True),
+        "compiler_of_frames": Ours(compiler_of_frames, in_call),
     }
 )

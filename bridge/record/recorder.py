@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge import private, private_calls
+from bridge import private
 from bridge.boundary.results import inexact_dtype
 from bridge.cache_keys import identical
 from bridge.convert.arguments import mapped, tensors_in, with_values
@@ -65,32 +65,6 @@ class Ended(Exception):
     def __init__(self, tensor: Recorded) -> None:
         self.tensor = tensor
 
-
-#: Functions of torch's that are intercepted and that a record may nevertheless call as they are.
-_RECORDED = frozenset(
-    {
-        "gaussian_nll_loss",
-        "causal_hint",
-        "is_compiling",
-        "batch_norm_forward",
-        "deepcopy",
-        "compile",
-        "compiler_of_frames",
-        "register_parameter",
-        "multi_head_attention",
-        "functional_call",
-    }
-)
-
-
-def _refuse(name: str) -> bool:
-    if state.recorder is None or name in _RECORDED:
-        return False
-    state.recorder.go_on(Unrecordable(name))
-    return False
-
-
-private_calls.asked_outside.append(_refuse)
 
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 # how often the whole record so far is run when Python asks for values; later only what has been

@@ -11,9 +11,6 @@ from bridge.int8_weights import quantize_int8
 from bridge.intercepted import autograd_function as _functions  # noqa: F401
 
 # these files register what runs in a trace
-from bridge.intercepted import control_flow as _control  # noqa: F401
-from bridge.intercepted import flex_attention as _flex_attention  # noqa: F401
-from bridge.intercepted import gradient_hooks as _hooks  # noqa: F401
 from bridge.intercepted import torch_functions as _python_rules  # noqa: F401
 from bridge.intercepted.checkpointing import checkpoint_policy
 from bridge.jax_functions import from_jax

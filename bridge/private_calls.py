@@ -266,7 +266,7 @@ class _Intercepted:
 
     Attributes:
         apply, scripts: the handlers of ``answer_apply`` and ``answer_scripts``, which
-            intercepted/autograd_function.py puts here.
+            autograd_function.py and torch_functions.py of bridge/intercepted put here.
     """
 
     apply: Callable[..., Any]
@@ -323,20 +323,24 @@ def count_no_compiled_frames() -> None:
         sys.modules[_DYNAMO].set_fullgraph_compiled_frame_count(-1)
 
 
+def with_globals(name: str, **others: Any) -> Callable[..., Any]:
+    """torch's own redirected function of that name, whose code reads others in the place of some of
+    its globals.
+    """
+    function: Any = _redirects(_imported())[name][1]
+    return private.copied(function, {**function.__globals__, **others})
+
+
 def flex_attention_around(operator: Callable[..., Any]) -> Callable[..., Any]:
     """torch's flex_attention with another function instead of its higher-order operator, called
     without torch.compile.
 
-    Its checks of arguments and the code that makes its outputs are not functions of their own, so
-    its code runs with other globals.
+    Its checks of arguments and the code that makes its outputs are not functions of their own.
     """
-    function: Any = original("flex_attention")
-    space = {
-        # no torch.compile
-        **function.__globals__,
-        "flex_attention_hop": operator,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
-        "_validate_device": lambda *tensors: None,  # it refuses derivatives on CPUs
-        "setup_compilation_env": contextlib.nullcontext,
-    }
-    return private.copied(function, space)
+    return with_globals(
+        "flex_attention",
+        flex_attention_hop=operator,
+        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,  # no torch.compile
+        _validate_device=lambda *tensors: None,  # it refuses derivatives on CPUs
+        setup_compilation_env=contextlib.nullcontext,
+    )

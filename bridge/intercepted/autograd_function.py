@@ -33,7 +33,7 @@ from bridge.boundary.results import (
 )
 from bridge.convert import dtypes, trees
 from bridge.errors import DataDependentError, at_line, is_no_jvp, no_jvp
-from bridge.intercepted import gradient_hooks, torch_script
+from bridge.intercepted import gradient_hooks
 from bridge.intercepted.captured_by_rules import Closed, followed
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.lowering.common import varying
@@ -753,4 +753,4 @@ def _refused_tangent(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tup
     return (primals[0], tangents[0]) if constant else _refused()
 
 
-intercepted.apply, intercepted.scripts = forward_in_trace, torch_script.called
+intercepted.apply = forward_in_trace

@@ -7,7 +7,6 @@ needs another answer from them.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from bridge.intercepted.control_flow import traced
 from bridge.lowering.common.provided import Range, check, refuse
 from bridge.operators import special_cases, views
 from bridge.operators.special_cases import presumed
-from bridge.private_calls import Ours, in_call, in_trace
+from bridge.private_calls import Ours, in_call, in_trace, intercepted
 from bridge.process import having
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import Unrecordable, innermost, state
@@ -380,23 +379,11 @@ def _out_by_value(func: Callable[..., Any], *args: Any, out: Any = None, **kwarg
 
 
 def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.nn.functional's, without the error for negative values of var, which are not known
-    here.
+    """torch.nn.functional's, whose only question, whether any value of var is negative, is
+    answered with no: the values are not known here.
     """
-    return _without_question()(*args, **kwargs)
-
-
-@functools.cache
-def _without_question() -> Callable[..., torch.Tensor]:
-    """PyTorch's gaussian_nll_loss, whose only question, whether any value of var is negative, is
-    answered with no.
-    """
-    function: Any = private_calls.original("gaussian_nll_loss")
-    space = {
-        **function.__globals__,
-        "torch": types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False}),
-    }
-    return types.FunctionType(function.__code__, space, function.__name__, function.__defaults__)
+    without_question = types.SimpleNamespace(**{**vars(torch), "any": lambda mask: False})
+    return private_calls.with_globals("gaussian_nll_loss", torch=without_question)(*args, **kwargs)
 
 
 def causal_hint(
@@ -490,6 +477,38 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if counted and state.recorder is not None and state.recorder.mapped():
         state.recorder.go_on(Unrecordable("values inside vmap"))
     if not (state.level is not None and counted and layer.running_mean is not None):
+# TorchScript's functions and methods run without its own derivatives, which would detach traced
+# tensors
+class _Unoptimized:
+    """A TorchScript function or method that calls PyTorch's operators one after the other; a
+    recorder takes it for an operator.
+    """
+
+    def __init__(self, callee: Any) -> None:
+        # what PyTorch has optimized already stays optimized, so this is a new function of the same
+        # code
+        self.function = private_calls.script_of_graph(callee)
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.jit.optimized_execution(False):
+            return private_calls.script_itself(self.function)(*args)
+
+
+def script_called(callee: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a TorchScript function or method; a recorder refuses methods, because their modules have
+    parameters that it does not see.
+    """
+    given = private_calls.script_arguments(callee, args, kwargs) if in_call() else None
+    if given is None:
+        return private_calls.script_itself(callee)(*args, **kwargs)
+    unoptimized = vars(callee).get("_torchfunc_jax") or _Unoptimized(callee)
+    # kept with it, so that a recorder meets the same object again
+    callee._torchfunc_jax = unoptimized
+    return (
+        unoptimized(*given) if state.level is not None else state.recorder.call(unoptimized, given)
+    )
+
+
         return private_calls.original("batch_norm_forward")(layer, input)
     layer._check_input_dim(input)
     layer.num_batches_tracked.add_(1)
@@ -554,6 +573,7 @@ private_calls.IN_TRACES.update(
         "causal_hint": Ours(causal_hint, recorded=True),
         # whether transformers in eval mode may call one kernel for a whole layer, into which JAX
         # cannot see
+intercepted.scripts = script_called
         "fused_attention": Ours(lambda: False, in_call),
         # whether torch.compile or torch.export is at work: libraries then ask for no values
         "is_compiling": Ours(lambda: True, lambda: state.jitting, recorded=True),

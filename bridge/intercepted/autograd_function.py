@@ -44,7 +44,7 @@ from bridge.private_calls import intercepted
 from bridge.process import having
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
-from bridge.trace.random_keys import Place, SeededInside
+from bridge.trace.random_keys import SeededInside, drawing_again
 from bridge.trace.storage import OutsideOfView
 from bridge.trace.tracing import Traced, assign, dispatch, over, plan_of, value_of, wrap
 from bridge.transform_kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
@@ -121,10 +121,10 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
         return call.run(values)
-    place = Place.here()
+    draw_again = drawing_again()
     with torch.no_grad(), private.set_forward_mode_enabled(False):
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
-    place.go()
+    draw_again()
     return call.run(values, out)
 
 
@@ -142,7 +142,6 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
     if lanes is None:
         return NotImplemented
     inside = state.level
-    assert inside is not None
     captured = followed(cls, *[x for x in leaves if not isinstance(x, torch.Tensor)])
     if any(lanes.joined(read(node, inside))[1] is not None for node in captured):
         raise RuntimeError(
@@ -189,6 +188,10 @@ def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
 class Context(FunctionCtx):
     """The ctx argument of a Function's static methods; its methods, and the attributes that they
     fill, are PyTorch's.
+
+    Attributes:
+        asked_for_needs: whether the method that got this context has asked for
+            ``needs_input_grad``.
     """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
@@ -199,16 +202,12 @@ class Context(FunctionCtx):
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        self._asked = True
+        self.asked_for_needs = True
         return self._needs
 
     @needs_input_grad.setter
     def needs_input_grad(self, needs: tuple[bool, ...]) -> None:
-        self._needs, self._asked = needs, False
-
-    def asked(self) -> bool:
-        """Whether the method that got this context has asked for ``needs_input_grad``."""
-        return self._asked
+        self._needs, self.asked_for_needs = needs, False
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
@@ -259,6 +258,10 @@ class _Call:
         # at the innermost transform, as PyTorch says
         self.requires_grad = [bool(args[i].requires_grad) for i in self.where]
         self.asked = False  # whether a method has asked which arguments need a gradient
+        self.without_jvp = ""  # what to do in forward mode without a jvp, for an error
+        self.constants: list[list[Any]] = []  # those of the jaxprs of ``_rules``
+        self._rules: list[_Rules] = []
+        self._refused: Exception | None = None  # why a second one could not be made
 
     def forward(
         self, values: Sequence[jax.Array], needs: Sequence[bool]
@@ -282,7 +285,7 @@ class _Call:
                 out = self.cls.forward(ctx, *args)
             outs, self.rest = take_apart(out)
             tensors = [args[i] for i in self.where]
-            self.asked = self.asked or ctx.asked()
+            self.asked = self.asked or ctx.asked_for_needs
             self.constant = [
                 any(o is c for c in ctx.non_differentiable) or not inexact_dtype(o.dtype)
                 for o in outs
@@ -312,7 +315,7 @@ class _Call:
             once = private.once_differentiable_inner(method)
             with torch.no_grad() if once else contextlib.nullcontext():
                 grads = (once or method)(ctx, *cts)
-            self.asked = self.asked or ctx.asked()
+            self.asked = self.asked or ctx.asked_for_needs
             grads = grads if isinstance(grads, tuple) else (grads,)
             if len(grads) < len(self.args):
                 raise RuntimeError(
@@ -347,9 +350,6 @@ class _Call:
                 for t in (out if isinstance(out, tuple | list) else [out])
             ]
 
-    def no_jvp(self) -> NotImplementedError:
-        return no_jvp(self.name)
-
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that
         has run, which get the new values.
@@ -361,19 +361,19 @@ class _Call:
         )
         forward_mode = differentiating is not None and differentiating.kind.forward
         if forward_mode and not has_jvp and private_jax.in_trace(differentiating.probe, values):
-            raise self.no_jvp()
+            raise no_jvp(self.name, self.without_jvp)
         by_jvp = has_jvp and (forward_mode or not has_backward)
-        rules = _Staged(self, values, by_jvp)
-        captured = rules.constants
+        self._stage(values, by_jvp)
         # without a backward, PyTorch's own raises its error
-        f = self._with_jvp(rules) if by_jvp else self._with_vjp(rules)
+        f = self._with_jvp() if by_jvp else self._with_vjp()
         try:
-            outs = f(captured, *values)
+            outs = f(self.constants, *values)
         except TypeError as error:
             if not is_no_jvp(error):
                 raise
-            raise self.no_jvp() from error
-        if any(captured):  # these are operands of the rules, and the outputs do not depend on them
+            raise no_jvp(self.name, self.without_jvp) from error
+        # these are operands of the rules, and the outputs do not depend on them
+        if any(self.constants):
             # each by itself: with jax_custom_jvp3, JAX makes zeros of the cotangents of outputs
             # that are not used, if another output of the same custom_jvp is used
             outs = [_of_inputs(o, *values) for o in outs]
@@ -382,53 +382,83 @@ class _Call:
             outs if private.forward_mode_enabled() else operands.stop_tangents(outs), out
         )
 
-    def _with_vjp(self, rules: _Staged) -> Callable[..., Any]:
+    def _stage(self, values: Sequence[jax.Array], by_jvp: bool) -> None:
+        """Trace the methods, in a program that will be compiled.
+
+        JAX calls the rules when the program is differentiated, maybe after its trace has closed;
+        tensors that the methods capture would then become constants. So the methods are traced now,
+        and the constants of their jaxprs, values of such tensors among them, are operands.
+        """
+        self._rules = [_Rules(self, values, self.requires_grad, by_jvp)]
+        # nothing is differentiated by a constant
+        every = [inexact(v) and isinstance(v, jax.core.Tracer) for v in values]
+        # transforms around this program may differentiate by the others
+        if self.asked and not by_jvp and self.requires_grad != every:
+            try:
+                self._rules.append(_Rules(self, values, every, by_jvp))
+            except (OutsideOfView, SeededInside):
+                raise
+            except Exception as error:  # raised only if they do
+                self._refused = error
+
+    def _rules_for(self, needs: Sequence[bool]) -> _Rules:
+        """The traced methods for the case that these tensor arguments need a gradient."""
+        for rules in self._rules:
+            if not any(n and not known for n, known in zip(needs, rules.needs, strict=True)):
+                return rules
+        if self._refused is not None:
+            raise self._refused
+        return self._rules[-1]
+
+    def _with_vjp(self) -> Callable[..., Any]:
         @jax.custom_vjp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return rules.forward(captured, values, [False] * len(values))[0]
+            return self._rules_for([False] * len(values)).forward(captured, values)[0]
 
         def fwd(captured: Any, *given: Any) -> tuple[list[Any], Any]:
             captured, values = (
                 [[g.value for g in part] for part in captured],
                 [g.value for g in given],
             )
-            place = Place.here()
-            outs, residuals, kept = rules.forward(
-                captured, values, [bool(g.perturbed) for g in given]
-            )
+            draw_again = drawing_again()
+            rules = self._rules_for([bool(g.perturbed) for g in given])
+            outs, residuals = rules.forward(captured, values)
             # at the enclosing levels the outputs have the Function's own derivative again
             if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
-                place.go()
+                draw_again()
                 outs = f(captured, *values)
-            return outs, (captured, kept, kept.linked(residuals, [*outs, *values]))
+            return outs, (captured, rules, rules.kept.linked(residuals, [*outs, *values]))
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            captured, kept, residuals = given
+            captured, rules, residuals = given
             # PyTorch calls no backward then
             if all(isinstance(c, SymbolicZero) for c in cotangents):
                 return None, *[None] * len(self.where)
             cts = [
-                _materialized(c, kept.materialize and not no)
+                _materialized(c, rules.kept.materialize and not no)
                 for c, no in zip(cotangents, self.constant, strict=True)
             ]
-            return None, *rules.backward(captured, kept, residuals, cts)
+            return None, *rules.derivative(captured, residuals, cts)
 
         f.defvjp(fwd, bwd, symbolic_zeros=True)
         return f
 
-    def _with_jvp(self, rules: _Staged) -> Callable[..., Any]:
+    def _with_jvp(self) -> Callable[..., Any]:
+        rules = self._rules_for(self.requires_grad)
+
         @jax.custom_jvp
         def f(captured: Any, *values: jax.Array) -> list[Any]:
-            return rules.forward(captured, values, self.requires_grad)[0]
+            return rules.forward(captured, values)[0]
 
         def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
             (captured, *values), (_, *tangents) = primals, tangents
-            place = Place.here()
-            _, residuals, kept = rules.forward(captured, values, self.requires_grad)
-            place.go()
+            draw_again = drawing_again()
+            _, residuals = rules.forward(captured, values)
+            draw_again()
             outs = f(captured, *values)
-            given = [_materialized(t, kept.materialize) for t in tangents]
-            found = rules.jvp(captured, kept, kept.linked(residuals, [*outs, *values]), given)
+            given = [_materialized(t, rules.kept.materialize) for t in tangents]
+            kept = rules.kept.linked(residuals, [*outs, *values])
+            found = rules.derivative(captured, kept, given)
             return outs, [
                 varying.no_tangent(o) if p is None else varying.like(p, o)
                 for o, p in zip(outs, found, strict=True)
@@ -462,59 +492,12 @@ class _Call:
         return put_together(tensors, self.rest)
 
 
-class _Staged:
-    """The methods of a ``_Call`` in a program that will be compiled.
-
-    JAX calls the rules when the program is differentiated, maybe after its trace has closed;
-    tensors that the methods capture would then become constants. So the methods are traced now, and
-    the constants of their jaxprs, values of such tensors among them, are operands.
-
-    Attributes:
-        constants: those of the jaxprs.
-    """
-
-    def __init__(self, call: _Call, values: Sequence[jax.Array], by_jvp: bool) -> None:
-        self.constants: list[list[Any]] = []
-        self._rules = [_Rules(call, values, call.requires_grad, by_jvp, self.constants)]
-        self._refused: Exception | None = None
-        # nothing is differentiated by a constant
-        every = [inexact(v) and isinstance(v, jax.core.Tracer) for v in values]
-        # transforms around this program may differentiate by the others
-        if call.asked and not by_jvp and call.requires_grad != every:
-            try:
-                self._rules.append(_Rules(call, values, every, by_jvp, self.constants))
-            except (OutsideOfView, SeededInside):
-                raise
-            except Exception as error:  # raised only if they do
-                self._refused = error
-
-    def forward(
-        self, captured: Any, values: Sequence[jax.Array], needs: Sequence[bool]
-    ) -> tuple[list[Any], list[Any], _Kept]:
-        fits = (
-            r
-            for r in self._rules
-            if not any(n and not known for n, known in zip(needs, r.needs, strict=True))
-        )
-        rules = next(fits, None)
-        if rules is None and self._refused is not None:
-            raise self._refused
-        return (rules or self._rules[-1]).forward(captured, values)
-
-    def backward(
-        self, captured: Any, kept: _Kept, residuals: Sequence[jax.Array], given: Sequence[Any]
-    ) -> list[Any]:
-        return next(r for r in self._rules if r.kept is kept).derivative(captured, residuals, given)
-
-    jvp = backward
-
-
+@jax.tree_util.register_static
 class _Rules:
-    """The traced methods of a ``_Staged`` if these arguments need a gradient.
+    """The traced methods of a ``_Call``, which gets the constants of their jaxprs.
 
     Args:
         needs: for each tensor argument, what ``ctx.needs_input_grad`` says.
-        constants: gets the constants of the jaxprs.
 
     Attributes:
         kept: the context without its tensors.
@@ -523,14 +506,9 @@ class _Rules:
     kept: _Kept
 
     def __init__(
-        self,
-        call: _Call,
-        values: Sequence[jax.Array],
-        needs: Sequence[bool],
-        by_jvp: bool,
-        constants: list[list[Any]],
+        self, call: _Call, values: Sequence[jax.Array], needs: Sequence[bool], by_jvp: bool
     ) -> None:
-        self.needs, self._constants = needs, constants
+        self.needs, self._constants = needs, call.constants
         self._derivatives: dict[tuple[bool, ...], Any] = {}
 
         # the method may ask whether two of its arguments are equal (torch.equal), which its own
@@ -604,11 +582,9 @@ class _Rules:
             if any(p)
         ]
 
-    def forward(
-        self, captured: Any, values: Sequence[jax.Array]
-    ) -> tuple[list[Any], list[Any], _Kept]:
+    def forward(self, captured: Any, values: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         traced, place = self._forward
-        return *traced(captured[place], *values), self.kept
+        return traced(captured[place], *values)
 
     def derivative(
         self, captured: Any, residuals: Sequence[jax.Array], given: Sequence[Any]
@@ -637,7 +613,6 @@ def _materialized(t: Any, zeros: bool) -> Any:
     return None if t is not None and t.dtype == jax.dtypes.float0 else t
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
 class _Kept:
     """A context without its tensors, which are residuals; ``restored`` makes a context with new

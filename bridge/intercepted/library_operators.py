@@ -458,25 +458,19 @@ batching.primitive_batchers[_operator_p] = _in_lanes
 mlir.register_lowering(_operator_p, _lowered)
 
 
-class _TracedCall(autograd_function._Call):
-    """A call of an operator in a trace."""
-
-    def __init__(self, call: OperatorCall, given: Sequence[torch.Tensor]) -> None:
-        super().__init__(_Operator, (call, *given))
-        self.name = call.op.name()
-        # whatever differentiates the program later may need any of them
-        self.requires_grad = [inexact_dtype(t.dtype) for t in given]
-
-    def no_jvp(self) -> NotImplementedError:
-        return _no_jvp(self.name)
+_WITHOUT_JVP = (
+    " torch.library registers no derivative for forward mode: use reverse mode (grad, vjp, "
+    "jacrev), or register a lowering with bridge.register_lowering"
+)
 
 
-def _no_jvp(name: str) -> NotImplementedError:
-    return no_jvp(
-        name,
-        " torch.library registers no derivative for forward mode: use reverse mode (grad, vjp, "
-        "jacrev), or register a lowering with bridge.register_lowering",
-    )
+def _differentiable(call: OperatorCall, *given: torch.Tensor) -> Any:
+    """The results of an operator in a trace, with its derivative."""
+    traced = autograd_function._Call(_Operator, (call, *given))
+    traced.name, traced.without_jvp = call.op.name(), _WITHOUT_JVP
+    # whatever differentiates the program later may need any of them
+    traced.requires_grad = [inexact_dtype(t.dtype) for t in given]
+    return traced.run([value_of(t) for t in given])
 
 
 class _OperatorPlan:
@@ -504,11 +498,7 @@ class _OperatorPlan:
                 operands.note_use(given)
             # a Function's own rule gives the derivative
             inside = not given or state.level.kind is FUNCTION
-            new = (
-                _Operator.forward(call, *given)
-                if inside
-                else _TracedCall(call, given).run([value_of(t) for t in given])
-            )
+            new = (_Operator.forward if inside else _differentiable)(call, *given)
         with torch.no_grad():  # PyTorch goes back through what was there before
             for k, t in zip(call.written, new[len(new) - len(call.written) :], strict=True):
                 store(given[k], value_of(t))
@@ -555,7 +545,7 @@ class _InTorch(_Operator):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_jvp(ctx.call.op.name())
+        raise no_jvp(ctx.call.op.name(), _WITHOUT_JVP)
 
 
 class _ByRule(_InTorch):

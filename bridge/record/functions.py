@@ -167,7 +167,7 @@ class _Call:
                 for a, c in zip(avals_of(tensors), constant, strict=True)
             ]
             outs = _meta(leaves, spec)
-            asked = ctx.needs_input_grad if ctx.asked() else None
+            asked = ctx.needs_input_grad if ctx.asked_for_needs else None
             ended = _Ended(
                 outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, asked
             )

@@ -9,7 +9,6 @@ key; with "same" all lanes share one key.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -210,32 +209,21 @@ def source(level: Level) -> Level:
     return level
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A point of a program, from which on random operators can draw the same numbers again."""
+def drawing_again() -> Callable[[], None]:
+    """Returns a function that lets random operators draw the numbers again that they draw from here
+    on; it is called at the same level.
+    """
+    if state.level is None:  # JAX calls a rule when its trace has closed
+        return lambda: None
+    own, drawn = source(state.level), state.level.root.drawn
+    draws, at = own.draws, 0 if drawn is None else drawn.at
 
-    keys: Any
-    drawn: Any
-    at: int
-    draws: int
+    def again() -> None:
+        own.draws = draws
+        if drawn is not None:
+            drawn.at = at
 
-    @classmethod
-    def here(cls) -> Place:
-        """Where the program is now."""
-        level = state.level
-        if level is None:  # JAX calls a rule when its trace has closed
-            return cls({}, None, 0, 0)
-        drawn = level.root.drawn
-        return cls(level.root.keys, drawn, 0 if drawn is None else drawn.at, source(level).draws)
-
-    def go(self) -> None:
-        """Let random operators draw the numbers again that they have drawn from here on."""
-        if state.level is None:
-            return
-        source(state.level).draws = self.draws
-        state.level.root.keys, state.level.root.drawn = self.keys, self.drawn
-        if self.drawn is not None:
-            self.drawn.at = self.at
+    return again
 
 
 def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from torch.overrides import TorchFunctionMode
 
 from bridge import private, private_meta
@@ -89,15 +90,17 @@ def _without_tensors(x: Any) -> Any:
     """Arguments or results with ``_TensorAt`` for tensors; numbers that are inputs of a program
     become constants of it.
     """
-    found: list[torch.Tensor] = []
-
-    def place(v: Any) -> Any:
-        if isinstance(v, torch.Tensor):
-            found.append(v)
-            return _TensorAt(len(found) - 1, v.device)
-        return v.node.asked() if is_input(v) else v
-
-    return mapped(place, x)
+    count = itertools.count()
+    return mapped(
+        lambda v: (
+            _TensorAt(next(count), v.device)
+            if isinstance(v, torch.Tensor)
+            else v.node.asked()
+            if is_input(v)
+            else v
+        ),
+        x,
+    )
 
 
 def _filled(x: Any, values: Sequence[Any]) -> Any:
@@ -163,11 +166,6 @@ class OperatorCall:
 
     def __hash__(self) -> int:
         return hash(self._identity)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Those of the tensors among the arguments."""
-        return [place.device for place in _tensors_at((self.arguments, self.named))]
 
     def run(
         self, *given: torch.Tensor, kernel: Callable[..., Any] | None = None
@@ -256,7 +254,9 @@ class _Operator(torch.autograd.Function):
     def forward(call: OperatorCall, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if state.level is None:
             return call.run(*given)
-        found = _operator_p.bind(*map(value_of, given), call=call, lanes=())
+        # the derivative is that of this Function
+        values = [lax.stop_gradient(value_of(t)) for t in given]
+        found = _operator_p.bind(*values, call=call, lanes=())
         devices = [
             *[place.device for place in _tensors_at(call.outs)],
             *[given[k].device for k in call.written],
@@ -334,12 +334,6 @@ def _shapes(*_: Any, call: OperatorCall, lanes: tuple[_Lanes, ...]) -> list[jax.
     return [jax.core.ShapedArray((*sizes, *aval.shape), aval.dtype) for aval in call.avals]
 
 
-def _no_derivative(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
-    """The operator's own derivative is that of ``_Operator``, outside of this."""
-    found = _operator_p.bind(*primals, **params)
-    return found, [ad.Zero(jax.typeof(v).to_tangent_aval()) for v in found]
-
-
 def _in_lanes(
     values: Sequence[Any],
     dims: Sequence[int | None],
@@ -375,8 +369,8 @@ def _computed(
         run = torch.vmap(run, dims) if by_rule else functools.partial(_one_by_one, run, size, dims)
     # copies, because the operator may keep them, and XLA uses its memory again
     given = [
-        tensors.of_numpy(np.array(v)).to(device)
-        for v, device in zip(values, call.devices, strict=True)
+        tensors.of_numpy(np.array(v)).to(place.device)
+        for v, place in zip(values, _tensors_at((call.arguments, call.named)), strict=True)
     ]
     with private.plain_torch(), having(state, level=None, recorder=None):
         found = [tensors.as_numpy(tensors.plain(t).cpu()) for t in run(*given)]
@@ -453,7 +447,6 @@ def _lowered(
 
 
 _operator_p.def_impl(_at_once)
-ad.primitive_jvps[_operator_p] = _no_derivative
 batching.primitive_batchers[_operator_p] = _in_lanes
 mlir.register_lowering(_operator_p, _lowered)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import torch
@@ -63,11 +63,7 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
     return handle
 
 
-def _register_multi_grad_hook(
-    tensors: Sequence[torch.Tensor], fn: Callable[..., Any], *, mode: str = "all"
-) -> RemovableHandle:
-    if not any(type(t) is Traced for t in tensors):
-        return private_calls.original("multi_grad_hook")(tensors, fn, mode=mode)
+def _register_multi_grad_hook(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(
         "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not "
         "tell PyTorch's engine which gradients are still to come; register a hook on each "
@@ -310,4 +306,7 @@ def _late() -> Iterator[Level]:
 
 
 HANDED_IN["graph_node"] = graph_node
-private_calls.IN_TRACES["multi_grad_hook"] = private_calls.Ours(_register_multi_grad_hook)
+private_calls.IN_TRACES["multi_grad_hook"] = private_calls.Ours(
+    _register_multi_grad_hook,
+    lambda tensors, *_, **__: state.level is not None and any(type(t) is Traced for t in tensors),
+)

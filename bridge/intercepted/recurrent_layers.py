@@ -66,58 +66,33 @@ def _recurrent(kind: str) -> Callable[..., Any]:
     return rule
 
 
-def _gates(
-    x: torch.Tensor,
-    h: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None,
-    b_hh: torch.Tensor | None,
-    count: int,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    return F.linear(x, w_ih, b_ih).chunk(count, -1), F.linear(h, w_hh, b_hh).chunk(count, -1)
-
-
-def _lstm_cell(
+def _cell(
     func: Callable[..., Any],
     x: torch.Tensor,
-    state: tuple[torch.Tensor, torch.Tensor],
+    state: Any,
     w_ih: torch.Tensor,
     w_hh: torch.Tensor,
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> Any:
-    """lstm_cell: CUDA computes the gates in one kernel."""
+    """lstm_cell, whose state is a tuple, and gru_cell: CUDA computes the gates in one kernel."""
     if x.device.type != "cuda":
         return func(x, state, w_ih, w_hh, b_ih, b_hh)
-    i, f, g, o = (
-        a + b for a, b in zip(*_gates(x, state[0], w_ih, w_hh, b_ih, b_hh, 4), strict=True)
-    )
-    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    if func is torch._VF.gru_cell:
+        ir, iz, i_n = F.linear(x, w_ih, b_ih).chunk(3, -1)
+        hr, hz, hn = F.linear(state, w_hh, b_hh).chunk(3, -1)
+        n = (i_n + (ir + hr).sigmoid() * hn).tanh()
+        return n + (iz + hz).sigmoid() * (state - n)
+    h, c = state
+    i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
-
-
-def _gru_cell(
-    func: Callable[..., Any],
-    x: torch.Tensor,
-    h: torch.Tensor,
-    w_ih: torch.Tensor,
-    w_hh: torch.Tensor,
-    b_ih: torch.Tensor | None = None,
-    b_hh: torch.Tensor | None = None,
-) -> Any:
-    """gru_cell: CUDA computes the gates in one kernel."""
-    if x.device.type != "cuda":
-        return func(x, h, w_ih, w_hh, b_ih, b_hh)
-    (ir, iz, i_n), (hr, hz, hn) = _gates(x, h, w_ih, w_hh, b_ih, b_hh, 3)
-    n = (i_n + (ir + hr).sigmoid() * hn).tanh()
-    return n + (iz + hz).sigmoid() * (h - n)
 
 
 #: torch function -> the function that is called in its place.
 FUNCTIONS: dict[Any, Any] = {
-    torch._VF.lstm_cell: _lstm_cell,
-    torch._VF.gru_cell: _gru_cell,
+    torch._VF.lstm_cell: _cell,
+    torch._VF.gru_cell: _cell,
     **{
         getattr(torch._VF, kind): _recurrent(kind)
         for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")

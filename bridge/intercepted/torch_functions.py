@@ -58,49 +58,35 @@ def _is_unknown_number(x: Any) -> bool:
     )
 
 
-def _getitem(func: Callable[..., Any], t: torch.Tensor, index: Any, written: bool = False) -> Any:
-    """x[i] with a 0-dim integer i whose value may not be known: torch would read it. written: the
-    result is written to at once.
+def _indexed(func: Callable[..., Any], t: torch.Tensor, index: Any, *value: Any) -> Any:
+    """x[i] or x[i] = v with a 0-dim integer i whose value may not be known: torch would read it.
+    value: v, if there is one.
     """
     parts = index if type(index) is tuple else (index,)
-    if not any(_is_unknown_number(p) for p in parts):
-        return func(t, index)
+    unknown = [_is_unknown_number(p) for p in parts]
+    if not any(unknown):
+        return func(t, index, *value)
+    each = [*zip(parts, unknown, strict=True)]
     # it broadcasts with the other index tensors
-    if any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):
-        return func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts))
-    kept = func(t, tuple(slice(None) if _is_unknown_number(p) else p for p in parts))
+    if any(isinstance(p, torch.Tensor | list) and not u for p, u in each):
+        return func(t, tuple(p.unsqueeze(0) if u else p for p, u in each), *value)
+    kept = torch.Tensor.__getitem__(t, tuple(slice(None) if u else p for p, u in each))
     dim, expanded = 0, sum(p is not None and p is not Ellipsis for p in parts)
-    for p in parts:
+    words = "index {{index}} is out of bounds for dimension {dim} with size {size}"
+    for p, u in each:
         if p is Ellipsis:
             dim += t.dim() - expanded
-        elif _is_unknown_number(p):
-            kept = _part(
-                kept,
-                dim,
-                p,
-                1,
-                "index {{index}} is out of bounds for dimension {dim} with size {size}",
-                written,
-            ).squeeze(dim)
+        elif u:
+            kept = _part(kept, dim, p, 1, words, written=bool(value)).squeeze(dim)
         elif not isinstance(p, int) or isinstance(p, bool):
             dim += 1
-    return kept
-
-
-def _setitem(func: Callable[..., Any], t: torch.Tensor, index: Any, value: Any) -> None:
-    """x[i] = v with an i as in ``_getitem``."""
-    parts = index if type(index) is tuple else (index,)
-    if not any(_is_unknown_number(p) for p in parts):
-        func(t, index, value)
-    elif any(isinstance(p, torch.Tensor | list) and not _is_unknown_number(p) for p in parts):
-        func(t, tuple(p.unsqueeze(0) if _is_unknown_number(p) else p for p in parts), value)
-    else:
-        target = _getitem(torch.Tensor.__getitem__, t, index, written=True)
-        if not isinstance(value, torch.Tensor):
-            target.fill_(value)
-        else:
-            extra = value.dim() - target.dim()  # dimensions of size 1 in front may be too many
-            target.copy_(value.squeeze(tuple(range(extra))) if extra > 0 else value)
+    if not value:
+        return kept
+    (new,) = value
+    if not isinstance(new, torch.Tensor):
+        return kept.fill_(new)
+    extra = new.dim() - kept.dim()  # dimensions of size 1 in front may be too many
+    return kept.copy_(new.squeeze(tuple(range(extra))) if extra > 0 else new)
 
 
 def _narrow(
@@ -122,7 +108,8 @@ def _select(func: Callable[..., Any], input: torch.Tensor, dim: int, index: Any)
     """select with an index whose value may not be known."""
     if not _is_unknown_number(index) or not input.dim():
         return func(input, dim, index)
-    return _getitem(torch.Tensor.__getitem__, input, (*[slice(None)] * (dim % input.dim()), index))
+    at = (*[slice(None)] * (dim % input.dim()), index)
+    return _indexed(torch.Tensor.__getitem__, input, at)
 
 
 def _fill_diagonal(
@@ -477,6 +464,19 @@ def batch_norm_forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     if counted and state.recorder is not None and state.recorder.mapped():
         state.recorder.go_on(Unrecordable("values inside vmap"))
     if not (state.level is not None and counted and layer.running_mean is not None):
+        return private_calls.original("batch_norm_forward")(layer, input)
+    layer._check_input_dim(input)
+    layer.num_batches_tracked.add_(1)
+    weight = layer.num_batches_tracked.double().reciprocal()
+    mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
+    # with momentum 1 they are those of the batch
+    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)
+    with torch.no_grad():
+        for running, now in ((layer.running_mean, mean), (layer.running_var, var)):
+            running.mul_(1 - weight).add_(now * weight)
+    return out
+
+
 # TorchScript's functions and methods run without its own derivatives, which would detach traced
 # tensors
 class _Unoptimized:
@@ -509,26 +509,13 @@ def script_called(callee: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-        return private_calls.original("batch_norm_forward")(layer, input)
-    layer._check_input_dim(input)
-    layer.num_batches_tracked.add_(1)
-    weight = layer.num_batches_tracked.double().reciprocal()
-    mean, var = torch.zeros_like(layer.running_mean), torch.zeros_like(layer.running_var)
-    # with momentum 1 they are those of the batch
-    out = F.batch_norm(input, mean, var, layer.weight, layer.bias, True, 1.0, layer.eps)
-    with torch.no_grad():
-        for running, now in ((layer.running_mean, mean), (layer.running_var, var)):
-            running.mul_(1 - weight).add_(now * weight)
-    return out
-
-
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
     torch.kron: _out_by_value,
     torch.matmul: _out_by_value,
     torch.linalg.matrix_rank: _out_by_value,
-    torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.__setitem__: _setitem,
+    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.__setitem__: _indexed,
     torch.narrow: _narrow,
     torch.Tensor.narrow: _narrow,
     torch.select: _select,
@@ -573,7 +560,6 @@ private_calls.IN_TRACES.update(
         "causal_hint": Ours(causal_hint, recorded=True),
         # whether transformers in eval mode may call one kernel for a whole layer, into which JAX
         # cannot see
-intercepted.scripts = script_called
         "fused_attention": Ours(lambda: False, in_call),
         # whether torch.compile or torch.export is at work: libraries then ask for no values
         "is_compiling": Ours(lambda: True, lambda: state.jitting, recorded=True),
@@ -587,3 +573,4 @@ intercepted.scripts = script_called
         "compiler_of_frames": Ours(compiler_of_frames, in_call),
     }
 )
+intercepted.scripts = script_called

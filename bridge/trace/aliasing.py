@@ -7,7 +7,6 @@ outside is made by the same operators on that tensor (``again``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax import lax
 from bridge import private
 from bridge.lowering.common.in_place import overwrite, read_first, starts
 from bridge.lowering.common.promotion import cast
-from bridge.lowering.registry import LOWERINGS, overload
+from bridge.lowering.registry import LOWERINGS, of_this_torch, overload
 from bridge.trace import folding
 from bridge.trace.levels import Level
 from bridge.trace.storage import Node
@@ -189,22 +188,27 @@ def _overlap(views: Sequence[View]) -> int | None:
     A write to such a part cannot go back view by view: the other elements that stand for the same
     one would bring its old value back.
     """
-    k = next((k for k, view in enumerate(views[:-1]) if view.func in _overlapping()), None)
-    return None if k is None or any(view.func in _of_values() for view in views[k:]) else k
+    k = next((k for k, view in enumerate(views[:-1]) if view.func in _OVERLAPPING), None)
+    return None if k is None or any(view.func in _OF_VALUES for view in views[k:]) else k
 
 
-@functools.cache
-def _overlapping() -> frozenset[Any]:
-    return frozenset(overload(f"aten.{name}") for name in ("expand", "unfold", "as_strided"))
-
-
-@functools.cache
-def _of_values() -> frozenset[Any]:
-    """Views that change values, besides selecting elements."""
-    return frozenset(
-        overload(f"aten.{name}")
-        for name in ("_conj", "_neg_view", "view_as_real", "view_as_complex", "view.dtype")
+_OVERLAPPING = frozenset(
+    of_this_torch(dict.fromkeys(("aten.expand", "aten.unfold", "aten.as_strided")))
+)
+#: Views that change values, besides selecting elements.
+_OF_VALUES = frozenset(
+    of_this_torch(
+        dict.fromkeys(
+            (
+                "aten._conj",
+                "aten._neg_view",
+                "aten.view_as_real",
+                "aten.view_as_complex",
+                "aten.view.dtype",
+            )
+        )
     )
+)
 
 
 def _through(base: jax.Array, views: Sequence[View], value: jax.Array) -> jax.Array:

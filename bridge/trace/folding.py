@@ -4,6 +4,7 @@ alone is computed now.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,31 +28,22 @@ def run(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     operands = [
         v for x in (*args, *kwargs.values()) for v in (x if type(x) in (list, tuple) else (x,))
     ]
-    if any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
-        return _inlined(lower, args, kwargs)
-    size = sum(
-        math.prod(n for n in x if isinstance(n, int) and n > 0)
-        for x in args
-        if type(x) in (list, tuple)
-    )
-    if size + sum(v.size for v in operands if isinstance(v, jax.Array)) > state.folded:
-        return _inlined(lower, args, kwargs)
-    try:
-        with jax.ensure_compile_time_eval():
-            return lower(*args, **kwargs)
-    except (NotConstant, jax.errors.JAXTypeError):
-        # the lowering draws random numbers, or a key, which are inputs of the program
-        return _inlined(lower, args, kwargs)
-
-
-def _inlined(lower: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a lowering without JAX's inner jits: a program is traced once, and each inner jit would
-    be a trace of its own.
-
-    Those on empty arrays stay. JAX drops such operands, and only the call of a jitted function
-    still shows what PyTorch goes back to.
-    """
-    if any(isinstance(x, jax.Array) and not x.size for x in args):
-        return lower(*args, **kwargs)
-    with jax.disable_jit():
+    if not any(isinstance(v, jax.core.Tracer) or python_numbers.is_input(v) for v in operands):
+        size = sum(
+            math.prod(n for n in x if isinstance(n, int) and n > 0)
+            for x in args
+            if type(x) in (list, tuple)
+        )
+        if size + sum(v.size for v in operands if isinstance(v, jax.Array)) <= state.folded:
+            # unless the lowering draws random numbers, or a key, which are inputs of the program
+            with (
+                contextlib.suppress(NotConstant, jax.errors.JAXTypeError),
+                jax.ensure_compile_time_eval(),
+            ):
+                return lower(*args, **kwargs)
+    # Without JAX's inner jits: a program is traced once, and each inner jit would be a trace of its
+    # own. Those on empty arrays stay. JAX drops such operands, and only the call of a jitted
+    # function still shows what PyTorch goes back to.
+    empty = any(isinstance(x, jax.Array) and not x.size for x in args)
+    with contextlib.nullcontext() if empty else jax.disable_jit():
         return lower(*args, **kwargs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from bridge.cache_keys import identical
 from bridge.errors import NotInLoopError
 from bridge.lowering.common.builders import number as as_number
 from bridge.lowering.common.promotion import cast
+from bridge.process import having
 from bridge.trace.levels import state
 
 SLOTS = 64  # how many numbers of one kind a program can take
@@ -72,11 +73,10 @@ class Inputs:
         gives a tensor's JAX value.
         """
         self._vectors, self._value_of = {float: floats, int: ints}, value_of
-        before, state.numbers = state.numbers, self
         try:
-            yield
+            with having(state, numbers=self):
+                yield
         finally:
-            state.numbers = before
             self.closed, self._vectors, self._value_of = True, {}, None
 
     def array(self, number: Number, dtype: Any = None) -> jax.Array:
@@ -139,13 +139,7 @@ class Number:
     __slots__ = ("inputs", "kind", "limits", "origin", "rule", "value")
 
     def __init__(
-        self,
-        inputs: Inputs,
-        kind: type,
-        rule: tuple[Any, ...],
-        value: Any,
-        origin: frozenset[int],
-        limits: Iterable[Any] = (),
+        self, inputs: Inputs, kind: type, rule: tuple[Any, ...], value: Any, origin: frozenset[int]
     ) -> None:
         self.inputs, self.kind, self.rule, self.value, self.origin = (
             inputs,
@@ -154,7 +148,7 @@ class Number:
             value,
             origin,
         )
-        self.limits = set(limits)  # the dtypes that it is cast to
+        self.limits: set[Any] = set()  # the dtypes that it is cast to
 
     def asked(self) -> Any:
         """The value; the question is noted while the function is traced."""

@@ -193,7 +193,6 @@ def drawing_from(key: jax.Array | Callable[[], jax.Array]) -> Iterator[None]:
             raise NoKeyError(error) from error
 
     level = state.level
-    assert level is not None
     level.key = asked
     # a whole program that is being staged has its own seeds for each call
     with having(level, keyed=True), having(level.root, seeds=level.root.seeds or asked):

@@ -95,30 +95,22 @@ def tie_strictly(out: Any, values: Any, no_grad: Sequence[int]) -> Any:
     """
     for level in around():
         if level.strict:
-            out = _linked(out, values, no_grad, functools.partial(_perturbed, level=level))
+            out = _tied_strictly(out, values, no_grad, level)
     return out
 
 
-def _perturbed(value: jax.Array, level: Level) -> bool:
-    return private_jax.in_trace(level.probe, [value]) and _inexact(value)
+def _tied_strictly(out: Any, values: Any, no_grad: Sequence[int], level: Level) -> Any:
+    def constant(v: Any) -> bool:
+        return _inexact(v) and not private_jax.in_trace(level.probe, [v])
 
-
-def _linked(
-    out: Any, values: Any, no_grad: Sequence[int], depends: Callable[[jax.Array], bool]
-) -> Any:
-    linked = [
-        v for v in jax.tree_util.tree_leaves(values) if isinstance(v, jax.Array) and depends(v)
-    ]
+    linked = [v for v in jax.tree_util.tree_leaves(values) if _inexact(v) and not constant(v)]
     if not linked:
         return out
-    if isinstance(out, jax.Array):
-        return out if no_grad or not _inexact(out) or depends(out) else _tied(out, linked)
-    if not isinstance(out, tuple | list):  # a Python value, as that of torch.allclose
-        return out
-    return type(out)(
-        v if i in no_grad or not _inexact(v) or depends(v) else _tied(v, linked)
-        for i, v in enumerate(out)
-    )
+    if isinstance(out, tuple | list):
+        return type(out)(
+            _tied(v, linked) if i not in no_grad and constant(v) else v for i, v in enumerate(out)
+        )
+    return _tied(out, linked) if not no_grad and constant(out) else out
 
 
 def tie_tangents(tangents: Sequence[jax.Array], primals: Sequence[jax.Array]) -> list[jax.Array]:

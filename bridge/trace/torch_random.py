@@ -479,7 +479,7 @@ def of_arrays(
         blanks[0] = _in_order(name, blanks[0], order, vmaps)
     else:
         name, blanks = _in_dropout(name, blanks)
-    return _drawn(vmaps, name, blanks, (), generator, _device())
+    return _drawn(vmaps, name, blanks, (), generator, state.level.root.device or _CPU)
 
 
 def by_value(
@@ -515,7 +515,6 @@ def _vmaps() -> list[Level]:
 
 def _blanks(args: Sequence[Any], vmaps: Sequence[Level], fill: float | None) -> list[Any]:
     """The arguments with a Blank in the place of each array."""
-    assert state.level is not None
 
     def blank(x: jax.Array) -> Blank:
         found = private_jax.mapping(x)
@@ -550,13 +549,8 @@ def _refuse(
     vmaps: Sequence[Level], name: str, args: Sequence[Any], generator: torch.Generator | None
 ) -> None:
     """Raise the error with which torch's vmap refuses an operator."""
-    _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator, _device()).tried()
-
-
-def _device() -> torch.device:
-    """Where an operator whose operands are JAX arrays draws."""
-    assert state.level is not None
-    return state.level.root.device or _CPU
+    device = state.level.root.device or _CPU
+    _draw(vmaps, name, _blanks(args, vmaps, 1), (), generator, device).tried()
 
 
 def _draw(
@@ -587,7 +581,6 @@ def _drawn(
     generator: torch.Generator | None,
     device: torch.device,
 ) -> jax.Array:
-    assert state.level is not None
     if _writes(name) and vmaps:
         args, vmaps = _in_place(vmaps, args)
         value, _ = state.level.root.drawn(_draw((), name, args, kwargs, generator, device))

@@ -542,10 +542,14 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 READS_MEMORY = frozenset(
     [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__]
 )
-_SETS_MEMORY = frozenset([torch.Tensor.data.__set__, torch.Tensor.grad.__set__])  # type: ignore[attr-defined]
 #: Functions of a tensor from outside that PyTorch would carry out on its memory, which is none of
 #: the trace's.
-AT_MEMORY = READS_MEMORY | _SETS_MEMORY | {torch.Tensor.__repr__, torch.Tensor.__format__}
+AT_MEMORY = READS_MEMORY | {
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+}
 
 
 def at_memory(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,23 +56,6 @@ def is_check(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _check_p
 
 
-def _taken(jaxpr: Any) -> tuple[Any, list[Range]]:
-    """The jaxpr with the operands of its checks appended to its outputs, and the ranges of these
-    operands.
-    """
-    eqns = [
-        e
-        for e in jaxpr.eqns
-        if is_check(e) and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size
-    ]
-    if not eqns:
-        return jaxpr, []
-    outvars = [*jaxpr.outvars, *(e.invars[0] for e in eqns)]
-    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names()), [
-        e.params["where"] for e in eqns
-    ]
-
-
 def ends(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The least and the greatest number of each operand, as a list of one array for ``Bounds``;
     without operands, an empty list.
@@ -101,8 +83,19 @@ class Bounds:
 
         Checks inside of a loop or a branch are not seen.
         """
-        taken, ranges = _taken(closed.jaxpr)
-        return (closed.replace(jaxpr=taken), cls(ranges)) if ranges else (closed, None)
+        jaxpr = closed.jaxpr
+        checks = [
+            e
+            for e in jaxpr.eqns
+            if is_check(e) and not isinstance(e.invars[0], Literal) and e.invars[0].aval.size
+        ]
+        if not checks:
+            return closed, None
+        taken = jaxpr.replace(
+            outvars=[*jaxpr.outvars, *(e.invars[0] for e in checks)],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        return closed.replace(jaxpr=taken), cls([e.params["where"] for e in checks])
 
     def judge(self, found: np.ndarray | jax.Array) -> None:
         """Raise for the first operand whose ``ends`` are outside of its range."""

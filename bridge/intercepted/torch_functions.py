@@ -421,9 +421,7 @@ def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     """torch.utils.swap_tensors, which would put a tensor of the trace in the place of a tensor from
     outside.
     """
-    if not type(t1) is type(t2) is Traced:
-        raise exchanged("swap_tensors")
-    private_calls.original("swap_tensors")(t1, t2)
+    raise exchanged("swap_tensors")
 
 
 def register_parameter(
@@ -568,7 +566,9 @@ private_calls.IN_TRACES.update(
         "deepcopy": Ours(deepcopy, lambda t, _: in_call() and t.is_leaf, recorded=True),
         "in_class": Ours(in_class, lambda result, _: type(result) is Traced),
         "compile": Ours(compile, in_call, recorded=True),
-        "swap_tensors": Ours(swap_tensors),
+        "swap_tensors": Ours(
+            swap_tensors, lambda t1, t2: in_trace() and not type(t1) is type(t2) is Traced
+        ),
         "register_parameter": Ours(register_parameter, recorded=True),
         "compiler_of_frames": Ours(compiler_of_frames, in_call),
     }

@@ -165,13 +165,9 @@ _SEEDED = (
 
 
 class NoKeyError(RuntimeError):
-    """The function that gives the key of a random operator raised ``reason``; torch's operators do
-    not raise this class.
+    """The function that gives the key of a random operator raised this error's cause; torch's
+    operators do not raise this class.
     """
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 @contextlib.contextmanager

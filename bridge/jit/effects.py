@@ -45,7 +45,6 @@ class Change:
     Attributes:
         identity: that of the holder.
         what, key: what is done, and at which key.
-        counts: whether a number takes the place of a number.
         there: whether an attribute or a variable that the change makes or deletes was there before;
             None: it does neither.
     """
@@ -54,7 +53,6 @@ class Change:
     identity: Any
     what: str
     key: Any
-    counts: bool = dataclasses.field(compare=False)
     there: bool | None = dataclasses.field(compare=False)
 
     def owner(self) -> Any:
@@ -319,17 +317,11 @@ class _Recipes:
                     continue
                 if holder.place.key == "_parameters" and type(value) is Traced:
                     raise exchanged(f"the parameter {key}")
-                counts = (
-                    what == "set"
-                    and not holder.of_argument
-                    and _is_number(before)
-                    and (_is_number(value) or python_numbers.is_input(value))
-                )
                 there = None
                 if holder.of and not holder.of_argument and before is MISSING:
                     there = what == "delete" or (None if what != "set" else False)
                 recipe = self._of(value, functools.partial(holder.named, key))
-                found.append((Change(holder, holder.identity, what, key, counts, there), recipe))
+                found.append((Change(holder, holder.identity, what, key, there), recipe))
         return found
 
     def result(self, out: Any) -> Any:
@@ -429,10 +421,6 @@ def _of_trace(recipe: Any) -> bool:
 
 def _any(_: Any) -> bool:
     return True
-
-
-def _is_number(x: Any) -> bool:
-    return type(x) is int or type(x) is float
 
 
 def _taken_apart(x: Any) -> tuple[_Shape, list[Any]]:

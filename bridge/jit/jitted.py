@@ -35,14 +35,13 @@ from bridge.intercepted.leaf_gradients import OutsideGraph
 from bridge.jit import explaining
 from bridge.jit.compiled import Compiled, ProgramInfo
 from bridge.jit.donation import within
-from bridge.jit.effects import Change, Effects
+from bridge.jit.effects import Effects
 from bridge.jit.program import Program, aval, forward, stage
 from bridge.lowering.common import varying
 from bridge.modules import SWAPPING
 from bridge.private import opaque
 from bridge.process import having, without_collections
 from bridge.programs import guards, objects
-from bridge.programs.holders import Number
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
@@ -66,7 +65,8 @@ _PAUSE = 8
 class _Family:
     """The programs for calls that differ only in Python numbers.
 
-    The numbers are those among the arguments, and then those that the function itself counts.
+    The numbers are those among the arguments, and then those that the function finds elsewhere, and
+    that have changed since the first program.
     """
 
     changing: frozenset[int] = frozenset()  # which of the numbers are inputs of the next program
@@ -77,7 +77,7 @@ class _Family:
     first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
     watched: list[Any] = dataclasses.field(default_factory=list)
-    counters: list[Change] = dataclasses.field(default_factory=list)
+    counters: list[Place] = dataclasses.field(default_factory=list)  # where these are
     # how many programs in a row have changed what they depend on, so that they were of use for one
     # call
     turns: int = 0
@@ -94,15 +94,12 @@ class _Family:
         return False
 
     def counted(self) -> list[Any]:
-        """The numbers that the function counts, as they are now."""
-        return [guards.current(p) for p in self.counter_places()]
-
-    def counter_places(self) -> list[Place]:
-        return [change.holder.entry(change.key) for change in self.counters]
+        """The numbers elsewhere, as they are now."""
+        return [guards.current(p) for p in self.counters]
 
     @contextlib.contextmanager
     def counting(self, numbers: Sequence[Any]) -> Iterator[None]:
-        """While entered, the numbers that the function counts are the last ones of these."""
+        """While entered, the numbers elsewhere are the last ones of these."""
         before = self.counted()
         try:
             self._count(numbers[len(numbers) - len(before) :])
@@ -111,39 +108,34 @@ class _Family:
             self._count(before)
 
     def _count(self, numbers: Sequence[Any]) -> None:
-        for change, x in zip(self.counters, numbers, strict=True):
+        for place, x in zip(self.counters, numbers, strict=True):
             if x is not guards.GONE:
-                change.holder.put(change.holder.owner(), "set", change.key, x)
-
-    def count(self, program: Program) -> None:
-        """Take the numbers that a program counts for inputs of the programs to come."""
-        new = [c for c in program.changes if c.counts and c not in self.counters]
-        if new:
-            self.counters += new
-            self.programs.clear()
-            self.first = None
+                place.put(x)
 
     def watch(self) -> None:
-        """Take the numbers that others have changed since the first program for inputs of the
+        """Take the numbers elsewhere that have changed since the first program for inputs of the
         programs to come.
         """
         if self.first is None:
             return
         numbers, first = self.first
-        known = {p.slot for p in self.counter_places()}
+        known = {p.slot for p in self.counters}
         new = {}
-        for place, x in first.program.guards.numbers():
+        for place, x in first.program.guards.numbers:
             now = guards.current(place)
             if type(now) is type(x) and identical(now) != identical(x) and place.slot not in known:
                 new[place.slot] = place, x
         if not new:
             return
-        holders = [Number(place) for place, _ in new.values()]
-        self.counters += [Change(h, h.identity, "set", None, True, None) for h in holders]
+        self.counters += [place for place, _ in new.values()]
         self.first = [*numbers, *[x for _, x in new.values()]], first
         programs, self.programs = self.programs, {}
         for key, e in [(key, e) for key, some in programs.items() for e in some]:
-            own = {place.slot: x for place, x in e.program.guards.numbers()}
+            own = {
+                p.slot: x
+                for p, x in e.program.guards.numbers
+                if guards.current(p) is not guards.GONE
+            }
             if own.keys() >= new.keys():  # it is for these numbers
                 more = [identical(own[slot]) for slot in new]
                 self.programs.setdefault((*key, *more), []).append(e)
@@ -472,14 +464,11 @@ class Jitted:
             if entry is None:
                 program = stage(self._unwrapped, call, self._donated(call))
                 entry = self._compiled(program, call, key[-3])
-                before = len(family.counters)
-                family.count(program)
-                numbers += family.counted()[before:]
                 if not misfit and (family.first is None or self._of_first(family) is None):
                     family.first = (numbers, entry)
             entry.used = next(self._clock)
             sub = family.key(numbers, entry.changing)
-            self._describe(entry, family, key, call, numbers)
+            self._describe(entry, key, call)
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
             self._families.setdefault(key, family)  # it may have been dropped in the meantime
             self._limit()
@@ -534,7 +523,7 @@ class Jitted:
                 numbered,
                 changing,
                 call.arrays,
-                family.counter_places(),
+                [*family.counters],
             )
             entry.traced = traced
             if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
@@ -576,19 +565,10 @@ class Jitted:
         with family.counting(family.first[0]):
             return family.first[1].captured()
 
-    def _describe(
-        self, entry: Compiled, family: _Family, key: Any, call: Call, numbers: Sequence[Any]
-    ) -> None:
+    def _describe(self, entry: Compiled, key: Any, call: Call) -> None:
         """Write down the conditions of the program, and why none of the existing programs fits."""
         every = [e for *_, e in self._entries()]
         entry.facts = explaining.facts(call, key, entry)
-        first = len(numbers) - len(family.counters)
-        for k, (change, x) in enumerate(zip(family.counters, numbers[first:], strict=True), first):
-            if type(change.holder) is Number:  # the guards of the earlier programs tell of it
-                continue
-            entry.facts[str(change)] = (
-                f"{type(x).__name__}, an input" if k in entry.changing else repr(x)
-            )
         entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
         explaining.say(self, f"a program was compiled: {entry.why}")
 

@@ -33,6 +33,7 @@ from bridge.programs.places import (
     GLOBAL,
     VARIABLE,
     Asked,
+    Context,
     DictOf,
     Entry,
     GradOf,
@@ -788,7 +789,7 @@ def _visit_children(
         constant = (
             where.key is None
             and not isinstance(where.container, types.CellType)
-            and type(where) is not Asked
+            and type(where) not in (Asked, Context)
         )
         attribute = attributes and (
             not contained or where.container is getattr(x, "__dict__", None)
@@ -898,8 +899,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
                 if isinstance(method, staticmethod):
                     yield method.__func__, Place(method.__func__, None)
     elif isinstance(x, contextvars.ContextVar):
-        ask = functools.partial(x.get, None)
-        yield ask(), Asked(ask, None, f"the context variable {x.name}")
+        yield x.get(None), Context(x, None, f"the context variable {x.name}")
     elif isinstance(x, weakref.ReferenceType):
         referent = x()
         yield (

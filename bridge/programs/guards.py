@@ -8,6 +8,7 @@ their places.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import operator
 import types
@@ -154,6 +155,10 @@ class Guards:
             those that the function names.
         there: places that the function reads and fills, or empties, each with whether something
             must be there before.
+
+    Attributes:
+        numbers: (the place, the number) for each number that is compared, and that can be put
+            there.
     """
 
     __slots__ = (
@@ -165,6 +170,7 @@ class Guards:
         "modules",
         "needed",
         "nested",
+        "numbers",
         "objects",
         "places",
         "single",
@@ -224,6 +230,9 @@ class Guards:
             (p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))
         ]
         self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
+        self.numbers = [x for x in self.places if type(x[1]) in _NUMBERS and x[0].holds()]
+        for p, *_ in self.data:
+            self.numbers += _numbers_in(current(p), p)
         absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
         self.absent = [(p.container if type(p) is Place else p, names) for p, names in absent]
         self.needed = bool(
@@ -302,19 +311,6 @@ class Guards:
         return not self.there or all(
             (current(place) is not GONE) is there for place, there in self.there
         )
-
-    def numbers(self) -> Iterator[tuple[Place, Any]]:
-        """(the place, the number) for each number that it compares, and that can be put there."""
-        found = [*self.places]
-        for place, container, entries, _ in self.data:
-            if type(container) is dict:
-                half = len(entries) // 2
-                pairs = zip(entries[:half], entries[half:], strict=True)
-                found += [(Entry(place, key), x) for key, x in pairs]
-        for place, x in found:
-            with contextlib.suppress(*GONE_ERRORS):  # the object is no longer there
-                if (type(x) is int or type(x) is float) and place.holds():
-                    yield place, x
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
@@ -396,6 +392,7 @@ class Guards:
 GONE = type("_Gone", (), {"__repr__": lambda self: "gone"})()
 #: What looking at a place raises if the object is no longer there.
 GONE_ERRORS = (LookupError, ValueError, AttributeError, TypeError)
+_NUMBERS = (int, float)
 #: Types whose values are compared by content.
 _BY_VALUE = (
     bool,
@@ -426,6 +423,19 @@ def _same(now: Any, before: Any) -> bool:
         )
     except TypeError:  # a tuple with an entry that is not hashable
         return False
+
+
+def _numbers_in(x: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """(the place, the number) for each number in a container at a place."""
+    if isinstance(x, dict):
+        found = [*x.items()]
+    else:
+        found = [*enumerate(x)] if isinstance(x, list | collections.deque) else []
+    for key, child in found:
+        if type(child) in _NUMBERS:
+            yield Entry(place, key), child
+        else:
+            yield from _numbers_in(child, Entry(place, key))
 
 
 def _content(t: torch.Tensor) -> tuple[Any, ...]:

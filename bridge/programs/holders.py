@@ -21,7 +21,7 @@ import torch
 from bridge.convert import trees
 from bridge.programs.closure_scan import HOOKS, Found, is_ours, is_plain, of_library, slots_of
 from bridge.programs.code_names import stored_globals
-from bridge.programs.places import Asked, DictOf, Entry, InArguments, Place, Slots
+from bridge.programs.places import VARIABLE, Context, DictOf, Entry, InArguments, Place, Slots
 
 #: Stands for what is not there.
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -146,41 +146,23 @@ class Attributes(Holder):
 class Variable(Holder):
     """A variable of the function around the function, which is a cell, or a context variable."""
 
-    def __init__(self, variable: Any, name: str) -> None:
-        super().__init__(Place(variable, None, f"the variable {name}"), name)
-        self.variable = variable
-
     def owner(self) -> Any:
-        return self.variable
-
-    def entry(self, key: Any) -> Place:
-        if type(self.variable) is types.CellType:
-            return self.place
-        return Asked(self.variable.get, None, f"the context variable {self.of}")
-
-    def read(self, owner: Any) -> dict[None, Any]:
-        try:
-            return {None: self.entry(None).get()}
-        except (ValueError, LookupError):  # it is not bound
-            return {}
-
-    def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
-        if type(owner) is not types.CellType:
-            owner.set(None if what == "delete" else value)
-        elif what == "delete":
-            del owner.cell_contents
-        else:
-            owner.cell_contents = value
-
-
-class Number(Holder):
-    """A number that the function reads, and that others change."""
+        return self.place.container
 
     def entry(self, key: Any) -> Place:
         return self.place
 
+    def read(self, owner: Any) -> dict[None, Any]:
+        try:
+            return {None: self.place.get()}
+        except ValueError:  # it is not bound
+            return {}
+
     def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
-        self.place.put(value)
+        if what == "delete" and type(owner) is types.CellType:
+            del owner.cell_contents
+        else:
+            self.place.put(value)
 
 
 class Elements(Holder):
@@ -348,11 +330,11 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             if id(cell) not in seen:
                 seen.add(id(cell))
-                yield Variable(cell, name)
+                yield Variable(Place(cell, None, VARIABLE + name), name)
         if names := stored_globals(x):
             yield Holder(Place(x.__globals__, None), "the global variable", names.__contains__)
     elif isinstance(x, contextvars.ContextVar):
-        yield Variable(x, x.name)
+        yield Variable(Context(x, None, f"the context variable {x.name}"), x.name)
     attributes = getattr(x, "__dict__", None)
     if type(attributes) is dict and not isinstance(x, types.ModuleType):
         own = of_library(type(x).__module__)

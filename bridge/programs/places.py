@@ -4,6 +4,7 @@ them again at each call.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import types
@@ -51,7 +52,9 @@ class Place:
         """Whether another object can be put there."""
         if self.key is None:
             return isinstance(self.container, types.CellType)
-        return type(self) in (Place, Entry) and isinstance(self.holding(), dict | list)
+        return type(self) in (Place, Entry) and isinstance(
+            self.holding(), dict | list | collections.deque
+        )
 
     def holding(self) -> Any:
         """The container that holds it now."""
@@ -133,9 +136,24 @@ class Slots:
         return getattr(self.owner(), name)
 
 
+class Context(Place):
+    """The value of a context variable, the container; None if it has none."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        return self.container.get(None)
+
+    def put(self, x: Any) -> None:
+        self.container.set(x)
+
+    def holds(self) -> bool:
+        return True
+
+
 class Asked(Place):
-    """The answer of the container, which is called at each call: a context variable's value,
-    whether one tensor is at two places.
+    """The answer of the container, which is called at each call, for example whether one tensor is
+    at two places.
     """
 
     __slots__ = ()

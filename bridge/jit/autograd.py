@@ -15,7 +15,7 @@ from bridge.boundary.calls import apply
 from bridge.boundary.results import Result, replaced
 from bridge.convert import tensors
 from bridge.errors import rewording
-from bridge.jit.program import differentiated, pull_back, unpacked
+from bridge.jit.program import differentiated, pull_back, taken
 from bridge.private import opaque
 from bridge.trace import requires_grad
 from bridge.trace.levels import state
@@ -95,8 +95,7 @@ class ProgramNode(torch.autograd.Function):
             with rewording(), jax.enable_x64(True), compiling.at_call():
                 found = ctx.back(tensors.crossings(cts)[0])
             need = [n and d for n, d in zip(ctx.needs_input_grad[4:], direct, strict=True)]
-            made = unpacked(found, need, ctx.compiled.runs_on)
-            grads = [made.get(k) for k in range(len(need))]
+            grads = taken(found, need, ctx.compiled.runs_on)
             if ctx.compiled.mixed:
                 grads = [
                     g if g is None else g.to(t.device) for g, t in zip(grads, diff, strict=True)

@@ -32,7 +32,6 @@ from bridge.jit.program import (
     forward,
     in_two,
     pull_back,
-    pull_back_packed,
 )
 from bridge.process import having
 from bridge.programs.guards import GONE_ERRORS
@@ -166,7 +165,7 @@ class Compiled:
         self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
         self.signatures = tensors.crossings([p.get() for p in program.places])[1]
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
-        self.packing = program.packing(not tiered) if torch_out else None
+        self.packing = program.packing() if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
         # jax.Arrays are computed while the caller goes on; their values are checked only as much as
         # JAX does
@@ -586,9 +585,8 @@ class Compiled:
             else:
                 jaxpr = self.checked.jaxpr.jaxpr
                 run = self._kept(products.rearranging(differentiated(self.checked, active), jaxpr))
-                pull = pull_back_packed if self.checked.stacks else pull_back
                 # a new function, because JAX caches compiled programs per function
-                back = self._kept(products.rearranging(pull, jaxpr))
+                back = self._kept(products.rearranging(pull_back, jaxpr))
             made = Pair(Tiers(run, back), self.program.kinds_for(active), inputs, [])
             self.changes = self.tiered
             self.recorded.setdefault(active, made)  # another thread may have been first

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
-from bridge.trace.stacks import stack_p, stacked, unstack_p, unstacked
+from bridge.trace.stacks import stack_p, stacked, unstacked
 from bridge.trace.torch_random import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 from bridge.transform_kinds import PLAIN
@@ -187,9 +187,8 @@ class Program:
         """Whether it has loops over blocks, whose gradients are computed as stacks."""
         return any(eqn.primitive is stack_p for eqn in self.jaxpr.jaxpr.eqns)
 
-    def packing(self, stacks: bool) -> Packing | None:
-        """stacks: whether the results that are parts of a stack are returned as the stack."""
-        return Packing.of(self.jaxpr.jaxpr, stacks)
+    def packing(self) -> Packing | None:
+        return Packing.of(self.jaxpr.jaxpr)
 
     def checked(self) -> tuple[Program, Bounds | None]:
         """The program with its checked operands as its last outputs, and the Bounds that judge
@@ -671,49 +670,32 @@ _OF_DATA = frozenset(
 )
 
 
-# -- outputs: those of one shape, or of one stack, are packed together -----------------------------
+# -- outputs: those of one shape are packed together -----------------------------------------------
 @dataclasses.dataclass(slots=True)
 class Packing:
-    """The results that are stacked into one array before their conversion to torch, and those that
-    are not.
-
-    Attributes:
-        groups: the results that are stacked.
-        stacks: by a variable of the jaxpr that holds results as a stack already: the results.
+    """The results that are stacked into one array before their conversion to torch (groups), and
+    those that are not.
     """
 
     singles: list[int]
     groups: list[list[int]]
-    stacks: dict[Any, list[int]]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, as_stacks: bool) -> Packing | None:
+    def of(cls, jaxpr: Jaxpr) -> Packing | None:
         """The packing of a jaxpr's outputs; None if each is returned by itself."""
-        stacks = _stacks(jaxpr) if as_stacks else {}
-        done = {i for places in stacks.values() for i in places}
         by_shape: dict[Any, list[int]] = {}
         avals: list[Any] = [v.aval for v in jaxpr.outvars]
         for i, a in enumerate(avals):
-            if i not in done and 0 < a.size <= PACK_SIZE:
+            if 0 < a.size <= PACK_SIZE:
                 by_shape.setdefault((a.shape, a.dtype), []).append(i)
         groups = [g for g in by_shape.values() if len(g) >= _PACK_FROM]
-        done.update(i for g in groups for i in g)
-        return (
-            cls([i for i in range(len(jaxpr.outvars)) if i not in done], groups, stacks)
-            if stacks or groups
-            else None
-        )
+        done = {i for g in groups for i in g}
+        return cls([i for i in range(len(avals)) if i not in done], groups) if groups else None
 
-    def unpacking(self) -> Packing:
-        """The same for ``unpack`` alone: without variables of a jaxpr, which cannot be pickled."""
-        return dataclasses.replace(self, stacks=dict(enumerate(self.stacks.values())))
-
-    def pack(self, values: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
-        return (
-            [values[i] for i in self.singles]
-            + [jnp.stack([values[i] for i in g]) for g in self.groups]
-            + [*stacks]
-        )
+    def pack(self, values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in self.singles] + [
+            jnp.stack([values[i] for i in g]) for g in self.groups
+        ]
 
     def unpack(
         self, arrays: Sequence[Any], device: torch.device | None, count: int
@@ -722,26 +704,10 @@ class Packing:
         out: list[Any] = [None] * count
         for i, a in zip(self.singles, arrays, strict=False):
             out[i] = tensors.to_torch(a, device, wait=False)
-        for g, a in zip(
-            [*self.groups, *self.stacks.values()], arrays[len(self.singles) :], strict=True
-        ):
+        for g, a in zip(self.groups, arrays[len(self.singles) :], strict=True):
             for i, t in zip(g, tensors.to_torch(a, device, wait=False).unbind(0), strict=True):
                 out[i] = t
         return out
-
-
-def _stacks(jaxpr: Jaxpr) -> dict[Any, list[int]]:
-    """By a variable whose parts are all returned, each once: where."""
-    places: dict[Any, list[int]] = {}
-    for i, v in enumerate(jaxpr.outvars):
-        if not isinstance(v, Literal):
-            places.setdefault(v, []).append(i)
-    apart = [eqn for eqn in jaxpr.eqns if eqn.primitive is unstack_p]
-    return {
-        eqn.invars[0]: [places[v][0] for v in eqn.outvars]
-        for eqn in apart
-        if all(len(places.get(v, ())) == 1 for v in eqn.outvars)
-    }
 
 
 def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any]]:
@@ -751,12 +717,7 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
     The ``ends`` of the checked operands come last.
     """
     ordered = products.in_order(program.jaxpr.jaxpr)
-    count, last = len(program.sources), len(ordered.outvars)
-    if packing is not None:
-        ordered = ordered.replace(
-            outvars=[*ordered.outvars, *packing.stacks],
-            debug_info=ordered.debug_info.with_unknown_names(),
-        )
+    count = len(program.sources)
     ordered = products.rearranged(ordered, products.on_cpu())
     program = dataclasses.replace(program, jaxpr=program.jaxpr.replace(jaxpr=ordered))
     seen = set(map(id, program.jaxpr.jaxpr.invars))
@@ -768,9 +729,7 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
     def run(inputs: Sequence[Any], random: Any) -> list[Any]:
         values = program.run(inputs, random)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
-        return (results if packing is None else packing.pack(results, values[last:])) + ends(
-            values[count:last]
-        )
+        return (results if packing is None else packing.pack(results)) + ends(values[count:])
 
     return run
 
@@ -920,46 +879,15 @@ def pull_back(pull: Callable[..., Any], cotangents: Sequence[jax.Array]) -> list
     return [conj(g) for g in grads]
 
 
-def pull_back_packed(
-    pull: Callable[..., Any], cotangents: Sequence[jax.Array]
-) -> dict[tuple[int, ...], jax.Array]:
-    """``pull_back`` to be jitted: by the places of some of its results, an array of these results;
-    ``unpacked`` takes it apart.
+def taken(
+    arrays: Sequence[jax.Array], needed: Sequence[bool], device: torch.device
+) -> list[torch.Tensor | None]:
+    """The results of ``pull_back`` as tensors; those that are not needed are None; device: where
+    they are.
     """
-    closed = jax.make_jaxpr(pull_back)(pull, cotangents)
-    stacks = _stacks(closed.jaxpr)
-    done = {i for places in stacks.values() for i in places}
-    singles = [i for i in range(len(closed.jaxpr.outvars)) if i not in done]
-    wanted = closed.jaxpr.replace(
-        outvars=[*[closed.jaxpr.outvars[i] for i in singles], *stacks],
-        debug_info=closed.jaxpr.debug_info.with_unknown_names(),
-    )
-    outs = jax.core.eval_jaxpr(
-        wanted, closed.consts, *jax.tree_util.tree_leaves((pull, cotangents))
-    )
-    return dict(zip([*[(i,) for i in singles], *map(tuple, stacks.values())], outs, strict=True))
-
-
-def unpacked(
-    found: Sequence[jax.Array] | Mapping[tuple[int, ...], jax.Array],
-    needed: Sequence[bool],
-    device: torch.device,
-) -> dict[int, torch.Tensor]:
-    """The results of ``pull_back`` or ``pull_back_packed`` that are needed, by their places;
-    device: where they are.
-    """
-    every = (
-        found.items()
-        if isinstance(found, Mapping)
-        else [((i,), array) for i, array in enumerate(found)]
-    )
-    wanted = [(places, array) for places, array in every if any(needed[i] for i in places)]
+    wanted = pick(arrays, needed)
     if device.type == "cpu":
-        for _, array in wanted:
+        for array in wanted:
             array.block_until_ready()
-    arrays = [array for _, array in wanted]
-    made = tensors.views(arrays, [tensors.layout(a.shape, a.dtype) for a in arrays], device)
-    out: dict[int, torch.Tensor] = {}
-    for (places, _), t in zip(wanted, made, strict=True):
-        out.update(zip(places, [t] if len(places) == 1 else t.unbind(0), strict=True))
-    return {i: t for i, t in out.items() if needed[i]}
+    made = iter(tensors.views(wanted, [tensors.layout(a.shape, a.dtype) for a in wanted], device))
+    return [next(made) if need else None for need in needed]

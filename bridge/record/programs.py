@@ -136,11 +136,9 @@ class _Stored(Program):
             "guards": None,
             "out_spec": None,
         }
-        return cls(
-            **fields, packed=c.packing and c.packing.unpacking(), bounds=c.bounds, whole=_not_there
-        )
+        return cls(**fields, packed=c.packing, bounds=c.bounds, whole=_not_there)
 
-    def packing(self, stacks: bool) -> Packing | None:
+    def packing(self) -> Packing | None:
         return self.packed
 
     def checked(self) -> tuple[Any, Bounds | None]:

@@ -1,8 +1,5 @@
 """Arrays stacked, and taken apart, by one equation each: the program of a loop over blocks does not
 grow with their number.
-
-A program that returns all parts of a stack can return the stack instead (bridge/jit/program.py),
-which saves XLA a copy for each part.
 """
 
 from __future__ import annotations

@@ -119,25 +119,25 @@ class _Family:
         if self.first is None:
             return
         numbers, first = self.first
-        known = {p.slot for p in self.counters}
+        known = {p.identity for p in self.counters}
         new = {}
         for place, x in first.program.guards.numbers:
             now = guards.current(place)
-            if type(now) is type(x) and identical(now) != identical(x) and place.slot not in known:
-                new[place.slot] = place, x
+            if (
+                type(now) is type(x)
+                and identical(now) != identical(x)
+                and place.identity not in known
+            ):
+                new[place.identity] = place, x
         if not new:
             return
         self.counters += [place for place, _ in new.values()]
         self.first = [*numbers, *[x for _, x in new.values()]], first
         programs, self.programs = self.programs, {}
         for key, e in [(key, e) for key, some in programs.items() for e in some]:
-            own = {
-                p.slot: x
-                for p, x in e.program.guards.numbers
-                if guards.current(p) is not guards.GONE
-            }
+            own = {p.identity: x for p, x in e.program.guards.numbers}
             if own.keys() >= new.keys():  # it is for these numbers
-                more = [identical(own[slot]) for slot in new]
+                more = [identical(own[at]) for at in new]
                 self.programs.setdefault((*key, *more), []).append(e)
 
     def key(self, numbers: Sequence[Any], inputs: frozenset[int]) -> Any:

@@ -43,11 +43,11 @@ class Holder:
 
     Attributes:
         refused: what a function does that changes it, if no program can do that again.
-        of_argument: whether it is an argument, whose numbers are inputs of programs as other
-            arguments are.
+        whole: whether what it holds has no names or keys that stay while others change.
+        of_argument: whether it is an argument, which is made anew for each call.
     """
 
-    refused, of_argument = "", False
+    refused, whole, of_argument = "", False, False
 
     def __init__(
         self, place: Place, of: str = "", counts: Callable[[Any], bool] = lambda name: True
@@ -64,6 +64,8 @@ class Holder:
 
     def entry(self, key: Any) -> Place:
         """The place of an entry."""
+        if self.whole:
+            return self.place
         return (
             Place(self.owner(), key, self.of)
             if self.of and type(self.place) is Place
@@ -104,7 +106,7 @@ class Holder:
 
     def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
         """Make the differences undone; old: what ``read`` gave before."""
-        if not self.of and any(what != "set" for what, _, _ in differences):
+        if self.whole or (not self.of and any(what != "set" for what, _, _ in differences)):
             self.put(owner, "replace", None, old)  # its keys have the order that they had
             return
         for _, key, _ in differences:
@@ -170,14 +172,13 @@ class Elements(Holder):
     then.
     """
 
-    def named(self, key: Any) -> str:
-        return str(self.place)
+    whole = True
 
     def read(self, owner: Any) -> list[Any]:
         return list(owner)
 
     def at(self, old: list[Any], key: Any) -> Any:
-        return MISSING if key is None else old[key]
+        return old[key]
 
     def differences(self, old: list[Any], new: list[Any]) -> list[Difference]:
         kept = _agree(old, new)
@@ -196,30 +197,19 @@ class Elements(Holder):
     def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
         if what == "set":
             owner[key] = value
-        elif what == "extend":
-            owner.extend(value)
-        else:
-            for _ in range(key):
-                del owner[0 if what == "drop" else -1]
-
-    def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
-        owner.clear()
-        owner.extend(old)
+            return
+        for _ in range(len(owner) if what == "replace" else key or 0):
+            del owner[0 if what == "drop" else -1]
+        owner.extend(value or ())
 
 
 class Content(Holder):
-    """What a set, a NumPy array, another array of numbers or a view of memory contains, as a
-    whole.
-    """
+    """What a set, a NumPy array, another array of numbers or a view of memory contains."""
 
-    def named(self, key: Any) -> str:
-        return str(self.place)
+    whole = True
 
     def read(self, owner: Any) -> Any:
         return bytes(owner) if isinstance(owner, memoryview) else copy.copy(owner)
-
-    def at(self, old: Any, key: Any) -> Any:
-        return old
 
     def differences(self, old: Any, new: Any) -> list[Difference]:
         if isinstance(old, np.ndarray):
@@ -237,29 +227,20 @@ class Content(Holder):
         else:
             owner[... if isinstance(owner, np.ndarray) else slice(None)] = value
 
-    def undo(self, owner: Any, old: Any, differences: Sequence[Difference]) -> None:
-        self.put(owner, "replace", None, old)
-
 
 class Draws(Holder):
     """The state of one of Python's or NumPy's generators of random numbers."""
 
-    refused = "draws from Python's or NumPy's random numbers"
+    refused, whole = "draws from Python's or NumPy's random numbers", True
 
     def read(self, owner: Any) -> bytes:
         return pickle.dumps(_state_of(owner))
-
-    def at(self, old: Any, key: Any) -> Any:
-        return MISSING
 
     def differences(self, old: bytes, new: bytes) -> list[Difference]:
         return [] if old == new else [("replace", None, new)]
 
     def put(self, owner: Any, what: str, key: Any, value: bytes) -> None:
         _set_state(owner, pickle.loads(value))
-
-    def undo(self, owner: Any, old: bytes, differences: Sequence[Difference]) -> None:
-        self.put(owner, "replace", None, old)
 
 
 def _state_of(generator: Any) -> Any:
@@ -310,7 +291,7 @@ def holders(found: Found) -> Iterator[Holder]:
     changed attributes that it does not name.
     """
     seen = set[int]()
-    for x in [*found.alive, *found.modules.values(), *found.optimizers.values()]:
+    for x in [*found.alive, *found.modules.values()]:
         if id(x) not in seen and not is_ours(type(x).__module__):
             seen.add(id(x))
             yield from _of(x, found, seen)

@@ -61,11 +61,6 @@ class Place:
         return self.container
 
     @property
-    def slot(self) -> Any:
-        """Equal for two places at which there is one object now."""
-        return id(self.holding()), self.key
-
-    @property
     def identity(self) -> Any:
         """Equal for two objects that stand for one place."""
         return id(self.container), self.key

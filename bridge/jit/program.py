@@ -268,7 +268,8 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             found = closure_scan.scan(*roots, deeper=attempt > 0)
             for reason in found.refused():
                 raise CalledItself(reason)
-            if any(map(found.contains, [n for x in call.leaves if is_array(x) for n in _extra(x)])):
+            extra = [name for x in call.leaves if is_array(x) for name in _extra(x)]
+            if not found.code["loaded"].isdisjoint(extra):
                 raise CalledItself("it reads an attribute that a tensor among its arguments has")
             candidates = [
                 (t, place)

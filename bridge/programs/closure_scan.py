@@ -185,7 +185,6 @@ class Found:
         self.tensors: dict[int, tuple[torch.Tensor, Place]] = {}
         self.modules: dict[int, torch.nn.Module] = {}
         self.generators: list[torch.Generator] = []
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
         # (place, object) of those whose state Python cannot compare, or not put back
         self.opaque: list[tuple[Place, Any, _Way]] = []
         # how deep an object was searched, and the ways to it
@@ -197,16 +196,11 @@ class Found:
         self.sizes: list[tuple[Place, Any, _Way]] = []  # (place, ``keys``) of other containers
         # by id, where lists, dicts and other containers were found
         self.containers: dict[int, list[Place]] = {}
-        # names that the code reads, and not only to add to what is there, or to read an entry of it
-        self._used: set[Any] = {None}
-        self._opened: set[Any] = set()  # names that it reads to read an entry of what is there, and
-        self._added: set[Any] = set()  # to add to it
+        #: the names that the code uses, by the fields of ``Read``
+        self.code: dict[str, set[Any]] = {field: set() for field in Read._fields}
+        self.code["names"] |= _IMPLICIT
+        self.code["loaded"] |= _IMPLICIT | _MAKERS
         self._objects: list[tuple[Any, Place, _Way]] = []  # (object, the place of its attributes)
-        self._names: set[str] = set(_IMPLICIT)
-        # those of them that the code reads, and does not only set
-        self._loaded: set[str] = {*_IMPLICIT, *_MAKERS}
-        self._stored: set[str] = set()  # those that it sets
-        self._optional: set[str] = set()  # names that the code passes to getattr and hasattr
         # classes and Python modules; only attributes that the code names count
         self._spaces: dict[type | types.ModuleType, None] = {}
         self._named_classes: set[type] = set()  # those that the code may make objects of
@@ -214,8 +208,8 @@ class Found:
         self._inherited: dict[type, set[str]] = {}  # names that a class inherits
         # of functions of installed packages, whose names are noted
         self._codes: set[types.CodeType] = set()
-        # the visited objects, so that no other object gets one of their ids
-        self._alive: list[Any] = []
+        #: the visited objects, so that no other object gets one of their ids
+        self.alive: list[Any] = []
 
     def visit_named(self) -> None:
         """Search the attributes and methods of classes and Python modules that the function names,
@@ -282,37 +276,30 @@ class Found:
         """Note the names that a code uses; library: it is PyTorch's or another one whose names as
         strings say nothing.
         """
-        self._names.update(set(read.names) - _ANY_NAME if library else read.names)
-        self._loaded.update(set(read.loaded) - _ANY_NAME if library else read.loaded)
-        self._stored.update(set(read.stored) - _ANY_NAME if library else read.stored)
-        self._optional.update(() if library else read.optional)
-        self._used.update(read.used)
-        self._opened.update(read.opened)
-        self._added.update(read.added)
+        if library:
+            read = Read(*[tuple({*names} - _ANY_NAME) for names in read])._replace(optional=())
+        for field, names in read._asdict().items():
+            self.code[field].update(names)
 
     def at(self, x: Any, place: Place) -> None:
         """Note where a container, or an object that may be replaced, was found."""
         self.containers.setdefault(id(x), []).append(place)
-        self._alive.append(x)
-
-    @property
-    def alive(self) -> list[Any]:
-        """The objects that were visited."""
-        return self._alive
+        self.alive.append(x)
 
     def sets(self, name: str) -> bool:
         """Whether the function, or a method that it calls, sets an attribute or a global variable
         of that name.
         """
-        return name in self._stored or not _ANY_NAME.isdisjoint(self._stored) or self._named is None
+        stored = self.code["stored"]
+        return name in stored or not _ANY_NAME.isdisjoint(stored) or self._named is None
 
     def refused(self) -> Iterator[str]:
         """What no program can follow, in words."""
         for place, x in self.reached(self.opaque):
             if isinstance(x, contextvars.ContextVar):
-                if "set" in self._names:
+                if "set" in self.code["names"]:
                     yield f"it may set the context variable {x.name}, which has no value yet"
-            elif not isinstance(x, _IN_MEMORY) or not _READING.isdisjoint(self._names):
+            elif not isinstance(x, _IN_MEMORY) or not _READING.isdisjoint(self.code["names"]):
                 yield f"{place} is a {type(x).__name__}, which gives something else each time"
 
     def python_generators(self) -> list[Any]:
@@ -321,25 +308,27 @@ class Found:
         """
         found = [
             x
-            for x in self._alive
+            for x in self.alive
             if isinstance(x, random.Random | np.random.Generator | np.random.RandomState)
         ]
-        return [*found, *((random, np.random) if "random" in self._names else ())]
+        return [*found, *((random, np.random) if "random" in self.code["names"] else ())]
 
     def only_adds(self, container: Any) -> bool:
         """Whether the function adds to a container, and reads nothing of it: what is in it is then
         no condition.
         """
         places = self.containers.get(id(container), ())
+        used, opened, added = (self.code[field] for field in ("used", "opened", "added"))
         return (
             bool(places)
             and self._named is not None
             and all(
-                self._used.isdisjoint(p.names)
-                and self._opened.issuperset(p.names[:-1])
-                and not self._added.isdisjoint((p.names[-1], *map(entry_of, p.names[-2:-1])))
-                and p.names[-1] not in self._opened
-                for p in places
+                None not in names
+                and used.isdisjoint(names)
+                and opened.issuperset(names[:-1])
+                and not added.isdisjoint((names[-1], *map(entry_of, names[-2:-1])))
+                and names[-1] not in opened
+                for names in [p.names for p in places]
             )
         )
 
@@ -349,14 +338,14 @@ class Found:
         """
         for space in self._spaces:
             name = space.__name__ if isinstance(space, types.ModuleType) else space.__module__
-            if self._stored and _of_user(name):
-                yield space, sorted(self._stored)
+            if self.code["stored"] and _of_user(name):
+                yield space, sorted(self.code["stored"])
 
     def _names_in(self, space: type | types.ModuleType) -> list[str]:
         """The names of a class, or of a Python module, that the function uses."""
         if isinstance(space, types.ModuleType):
-            return [n for n in self._names if n in space.__dict__]
-        names = [*self._names, *(_MAKERS if space in self._named_classes else ())]
+            return [n for n in self.code["names"] if n in space.__dict__]
+        names = [*self.code["names"], *(_MAKERS if space in self._named_classes else ())]
         if self._named is not None:
             return names
         return [
@@ -376,9 +365,9 @@ class Found:
             if type(t) not in (torch.Tensor, torch.nn.Parameter):
                 continue
             wanted = [n for n in vars(t) if not n.startswith("_")]
-            if "requires_grad" in self._names:
+            if "requires_grad" in self.code["names"]:
                 wanted.append("requires_grad")
-            if GRAD in self._names and t.is_leaf:
+            if GRAD in self.code["names"] and t.is_leaf:
                 wanted.append("grad")
             for name in wanted:
                 read = Asked(
@@ -403,13 +392,7 @@ class Found:
         """Names of attributes that the function, and the methods that it calls, may read; None if
         it may read any.
         """
-        return None if not _ANY_NAME.isdisjoint(self._loaded) else self._loaded
-
-    def contains(self, name: str) -> bool:
-        """Whether the code of the function, or of a method that it calls, reads that name itself,
-        and not only any attribute.
-        """
-        return name in self._loaded
+        return None if not _ANY_NAME.isdisjoint(self.code["loaded"]) else self.code["loaded"]
 
     def names(self, name: str) -> bool:
         """Whether the function, or a method that it calls, uses that name."""
@@ -489,15 +472,15 @@ class Found:
         ]
         for x, attributes in self.reached(self._objects):
             cls = type(x)
-            names = {n for n in self._optional if not hasattr(cls, n)}
+            names = {n for n in self.code["optional"] if not hasattr(cls, n)}
             for owner in cls.__mro__:
                 if not of_library(owner.__module__):
                     names.update(
                         n
                         for n, v in owner.__dict__.items()
-                        if n in self._loaded and not hasattr(type(v), "__set__")
+                        if n in self.code["loaded"] and not hasattr(type(v), "__set__")
                     )
-                    names.update(self._loaded if "__getattr__" in owner.__dict__ else ())
+                    names.update(self.code["loaded"] if "__getattr__" in owner.__dict__ else ())
             names.difference_update(x.__dict__, _IMPLICIT)
             if names:
                 found.append((attributes, frozenset(names)))
@@ -543,8 +526,6 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
         found._named_classes.add(x)
         if not of_library(type(x).__module__):  # a metaclass of the user's
             found._spaces[type(x)] = None
-    if isinstance(x, torch.optim.Optimizer):
-        found.optimizers[id(x)] = x
     # a context manager as a decorator makes its generator anew
     if _opaque(x) and place.key != "gen":
         found.opaque.append((place, x, edge))
@@ -565,7 +546,7 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
             ways.append(edge)
             if depth > before:
                 found._visited[id(x)] = depth, ways
-                found._alive.append(x)
+                found.alive.append(x)
                 if isinstance(x, torch.nn.Module):
                     _visit_module(x, found, depth, ways)
                 elif depth:
@@ -774,8 +755,9 @@ def _visit_children(
     elif isinstance(x, functools.partial):
         _visit_attributes(x, "functools.partial", found, depth, edge)
     elif isinstance(x, operator.attrgetter | operator.methodcaller):
-        for names in (found._names, found._loaded):
-            names.update(*[name.split(".") for name in x.__reduce__()[1] if isinstance(name, str)])
+        for field in ("names", "loaded"):
+            texts = [text for text in x.__reduce__()[1] if isinstance(text, str)]
+            found.code[field].update(*[text.split(".") for text in texts])
     elif attributes:
         found._spaces[type(x)] = None
         if type(getattr(x, "__dict__", None)) is dict and not of_library(type(x).__module__):
@@ -939,13 +921,11 @@ def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
     if type(getattr(x, "__dict__", None)) is dict:
         for key, value in x.__dict__.items():
             yield value, Place(x.__dict__, key, type(x).__name__)
-    for cls in type(x).__mro__:
-        for name, slot in cls.__dict__.items() if "__slots__" in cls.__dict__ else ():
-            if isinstance(slot, types.MemberDescriptorType):
-                there = functools.partial(hasattr, x, name)
-                yield there(), Asked(there, name, type(x).__name__)
-                if there():
-                    yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
+    for name in slots_of(x):
+        there = functools.partial(hasattr, x, name)
+        yield there(), Asked(there, name, type(x).__name__)
+        if there():
+            yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
 
 
 def _is_unbound(cell: types.CellType) -> bool:

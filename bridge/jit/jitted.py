@@ -45,7 +45,7 @@ from bridge.programs import guards, objects
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
-from bridge.trace.python_numbers import Inputs, Misfit
+from bridge.trace.python_numbers import Inputs, Misfit, OtherAnswer
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import OutsideOfView
 from bridge.trace.torch_random import by_torch, random_numbers
@@ -55,7 +55,7 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _requires_grad = operator.attrgetter("requires_grad")
 # how many programs in a row may each be of use for one call only, because they change what they
 # depend on
-_TURNS = 4
+_TURNS = 6
 # for how many calls the function itself is called then, before another program is tried; twice as
 # many each time
 _PAUSE = 8
@@ -74,7 +74,8 @@ class _Family:
     ways: list[frozenset[int]] = dataclasses.field(default_factory=lambda: [frozenset()])
     # the numbers whose values the function asks for
     by_value: set[int] = dataclasses.field(default_factory=set)
-    first: tuple[list[Any], Compiled] | None = None  # a program with static numbers
+    # the programs with static numbers, each with these
+    references: list[tuple[list[Any], Compiled]] = dataclasses.field(default_factory=list)
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
     watched: list[Any] = dataclasses.field(default_factory=list)
     counters: list[Place] = dataclasses.field(default_factory=list)  # where these are
@@ -113,32 +114,34 @@ class _Family:
                 place.put(x)
 
     def watch(self) -> None:
-        """Take the numbers elsewhere that have changed since the first program for inputs of the
+        """Take the numbers elsewhere that have changed since a program was made for inputs of the
         programs to come.
         """
-        if self.first is None:
-            return
-        numbers, first = self.first
         known = {p.identity for p in self.counters}
-        new = {}
-        for place, x in first.program.guards.numbers:
-            now = guards.current(place)
-            if (
-                type(now) is type(x)
-                and identical(now) != identical(x)
-                and place.identity not in known
-            ):
-                new[place.identity] = place, x
+        new = {
+            place.identity: place
+            for _, e in self.references
+            for place, x in e.program.guards.numbers
+            if place.identity not in known
+            and type(now := guards.current(place)) is type(x)
+            and identical(now) != identical(x)
+        }
         if not new:
             return
-        self.counters += [place for place, _ in new.values()]
-        self.first = [*numbers, *[x for _, x in new.values()]], first
+        self.counters += new.values()
+
+        def own(e: Compiled) -> list[Any] | None:
+            """The new numbers that a program is for; None if it does not read all of them."""
+            found = {p.identity: x for p, x in e.program.guards.numbers}
+            return [found[at] for at in new] if found.keys() >= new.keys() else None
+
+        self.references = [
+            ([*numbers, *more], e) for numbers, e in self.references if (more := own(e)) is not None
+        ]
         programs, self.programs = self.programs, {}
         for key, e in [(key, e) for key, some in programs.items() for e in some]:
-            own = {p.identity: x for p, x in e.program.guards.numbers}
-            if own.keys() >= new.keys():  # it is for these numbers
-                more = [identical(own[at]) for at in new]
-                self.programs.setdefault((*key, *more), []).append(e)
+            if (more := own(e)) is not None:
+                self.programs.setdefault((*key, *map(identical, more)), []).append(e)
 
     def key(self, numbers: Sequence[Any], inputs: frozenset[int]) -> Any:
         return tuple([type(x) if k in inputs else identical(x) for k, x in enumerate(numbers)])
@@ -155,15 +158,30 @@ class _Family:
 
     def to_change(self, numbers: Sequence[Any]) -> frozenset[int]:
         """Which of these numbers should be inputs."""
-        if self.first is None:
-            return frozenset()
-        pairs = zip(numbers, self.first[0], strict=True)
         differ = {
             k
-            for k, (x, y) in enumerate(pairs)
+            for others, _ in self.references
+            for k, (x, y) in enumerate(zip(numbers, others, strict=True))
             if type(x) in (int, float) and type(x) is type(y) and identical(x) != identical(y)
         }
         return frozenset((self.changing | differ) - self.by_value)
+
+    def reference(
+        self, numbers_in: Inputs | None = None, numbers: Sequence[Any] = ()
+    ) -> tuple[list[Any], Compiled, list[Any]] | None:
+        """A program with static numbers that fits, its numbers, and the arrays of its captured
+        tensors; None if there is none.
+
+        numbers_in: as asked about in a trace for these numbers; the program is then for numbers for
+        which that trace would be the same.
+        """
+        for values, entry in self.references:
+            if numbers_in is None or numbers_in.traced_alike(values, numbers):
+                with self.counting(values):
+                    captured = entry.captured()
+                if captured is not None:
+                    return values, entry, captured[1]
+        return None
 
 
 class Jitted:
@@ -326,6 +344,8 @@ class Jitted:
                 if captured is not None:
                     try:
                         return self._run(entry, leaves, inputs, captured, grads, given)
+                    except OtherAnswer:
+                        continue
                     except Misfit:
                         misfit = True
         start = time.perf_counter()
@@ -375,12 +395,12 @@ class Jitted:
         grads: bool,
         given: Any,
     ) -> Any:
-        entry.used = next(self._clock)
-        entry.calls += 1
         if entry.numbers is not None:
             leaves = [*leaves, *[p.get() for p in entry.counters]]
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
+        entry.used = next(self._clock)
+        entry.calls += 1
         found, arrays = captured
         if entry.asks:
             reason = entry.unfit(leaves, found)
@@ -464,8 +484,8 @@ class Jitted:
             if entry is None:
                 program = stage(self._unwrapped, call, self._donated(call))
                 entry = self._compiled(program, call, key[-3])
-                if not misfit and (family.first is None or self._of_first(family) is None):
-                    family.first = (numbers, entry)
+                if not misfit:
+                    family.references.append((numbers, entry))
             entry.used = next(self._clock)
             sub = family.key(numbers, entry.changing)
             self._describe(entry, key, call)
@@ -483,13 +503,9 @@ class Jitted:
         changing = family.to_change(numbers)
         if (
             not changing
-            or family.first is None
             or any(isinstance(x, jax.core.Tracer) for x in inputs)
+            or family.reference() is None
         ):
-            return None
-        values, first = family.first
-        captured = self._of_first(family)
-        if captured is None:
             return None
         counted = range(len(call.leaves), len(call.leaves) + len(family.counters))
         numbered = [
@@ -526,11 +542,16 @@ class Jitted:
                 [*family.counters],
             )
             entry.traced = traced
-            if any(identical(values[k]) != identical(numbers[k]) for k in numbers_in.asked):
-                right = not program.types_matter  # there is no program to compare it with
-            else:
+            found = family.reference(numbers_in, numbers)
+            if found is not None:
+                values, reference, arrays = found
                 with family.counting(values):
-                    right = entry.agrees(first, values, inputs, captured[1])
+                    right = entry.agrees(reference, values, inputs, arrays)
+            elif program.types_matter:  # there is no program to compare it with, but will be
+                family.by_value |= numbers_in.asked
+                return None
+            else:
+                right = True
         except Exception:  # whatever it is, the trace with static numbers shows it to the user
             right = False
         family.by_value |= numbers_in.asked if right else changing
@@ -555,15 +576,6 @@ class Jitted:
             stored=tiered,
             **dict(zip(names, numbers, strict=False)),
         )
-
-    @staticmethod
-    def _of_first(family: _Family) -> tuple[list[torch.Tensor], list[Any]] | None:
-        """The captured tensors of the family's first program and their arrays; None if it no longer
-        fits.
-        """
-        assert family.first is not None
-        with family.counting(family.first[0]):
-            return family.first[1].captured()
 
     def _describe(self, entry: Compiled, key: Any, call: Call) -> None:
         """Write down the conditions of the program, and why none of the existing programs fits."""
@@ -600,8 +612,7 @@ class Jitted:
             family.programs[sub] = [e for e in family.programs[sub] if e is not entry]
             if not family.programs[sub]:
                 del family.programs[sub]
-            if family.first is not None and family.first[1] is entry:
-                family.first = None
+            family.references = [(x, e) for x, e in family.references if e is not entry]
             if not family.programs:
                 self._families.pop(key, None)
             entry.clear()

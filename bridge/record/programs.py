@@ -69,7 +69,7 @@ class _Program:
     @functools.cached_property
     def without_numbers(self) -> tuple[Any, ...] | None:
         """The program's inputs for numbers, if it takes none of them: zeros."""
-        if any(self.numbers.slots.values()):
+        if self.numbers.answers or any(self.numbers.slots.values()):
             return None
         zeros = self.numbers.evaluated(())
         if jax.default_backend() != "cpu":  # the call puts them where its other inputs are

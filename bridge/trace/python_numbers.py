@@ -3,8 +3,9 @@ is traced, and their values at a call.
 
 PyTorch takes ``Float`` and ``Int`` wherever it takes a number, because they are a SymFloat and a
 SymInt. Arithmetic among them is written down and repeated by Python at each call, so ``1 - lr`` is
-exact for every number. Code that asks for a value (a comparison, ``int()``, a shape, a hash) gets
-it, and that is noted: the program is then right for that value alone.
+exact for every number. A comparison is written down with its answer: the program is right for the
+numbers with these answers. Code that asks for a value (``int()``, a shape, a hash) gets it, and
+that is noted: the program is then right for that value alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Misfit(Exception):
     """
 
 
+class OtherAnswer(Misfit):
+    """A comparison that the program contains has another answer for the numbers."""
+
+
 class Inputs:
     """The numbers of one call, floats and ints, as inputs of the program that is traced with them;
     it can take ``size`` of each kind.
@@ -48,6 +53,7 @@ class Inputs:
     def __init__(self, values: Sequence[float | int], size: int = SLOTS) -> None:
         self.values, self.size = list(values), size
         self.asked: set[int] = set()
+        self.answers: dict[tuple[Any, ...], bool] = {}  # of the comparisons, by rule and operands
         self.closed = False
         self.slots: dict[type, list[Number]] = {float: [], int: []}
         self._vectors: dict[type, Any] = {}
@@ -119,6 +125,8 @@ class Inputs:
 
     def evaluated(self, values: Sequence[float | int]) -> tuple[np.ndarray, np.ndarray]:
         """The program's inputs for these numbers; raises Misfit if a number does not fit."""
+        if not self.answered_alike(values):
+            raise OtherAnswer
         out = []
         for kind, dtype in _DTYPES.items():
             vector = np.zeros(self.size, dtype)
@@ -129,6 +137,27 @@ class Inputs:
                 vector[i] = value
             out.append(vector)
         return out[0], out[1]
+
+    def answered_alike(self, values: Sequence[Any]) -> bool:
+        """Whether each comparison in the trace has the same answer for these numbers."""
+        return all(
+            rule(*_evaluated(operands, values)) is answer
+            for (rule, *operands), answer in self.answers.items()
+        )
+
+    def traced_alike(self, values: Sequence[Any], numbers: Sequence[Any]) -> bool:
+        """Whether a trace for these values would be the same as the one for the numbers that were
+        asked about.
+        """
+        same = all(identical(values[k]) == identical(numbers[k]) for k in self.asked)
+        try:
+            return same and self.answered_alike(values)
+        except Misfit:
+            return False
+
+
+def _evaluated(operands: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    return [o.evaluate(values) if type(o) is Number else o for o in operands]
 
 
 class Number:
@@ -175,7 +204,7 @@ class Number:
         if rule == "input":
             return values[operands[0]]
         try:
-            value = rule(*[o.evaluate(values) if type(o) is Number else o for o in operands])
+            value = rule(*_evaluated(operands, values))
         except ArithmeticError:
             raise Misfit from None
         if type(value) is not self.kind:
@@ -235,12 +264,17 @@ def _made(number: Number) -> Any:
 
 
 def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
-    """An operation on numbers: it is written down during the trace, and done at once after it."""
+    """An operation on numbers, or a comparison: it is written down during the trace, and done at
+    once after it.
+    """
     if any(type(o) is _Row for o in operands):
         raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
     numbers = [o for o in operands if type(o) is Number]
     value = rule(*[o.value if type(o) is Number else o for o in operands])
     if all(n.inputs.closed for n in numbers):
+        return value
+    if type(value) is bool:
+        numbers[0].inputs.answers[rule, *operands] = value
         return value
     if type(value) is not float and type(value) is not int:
         return rule(*[o.asked() if type(o) is Number else o for o in operands])
@@ -266,9 +300,9 @@ def _asked(name: str) -> Callable[..., Any]:
 
 
 _UNARY, _BINARY = ("neg", "pos", "abs"), ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _ASKED = (
     "reduce",
-    "bool",
     "float",
     "int",
     "index",
@@ -282,12 +316,6 @@ _ASKED = (
     "floor",
     "ceil",
     "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
     "divmod",
     "rdivmod",
     "and",
@@ -324,7 +352,9 @@ def _namespace(kind: type) -> dict[str, Any]:
         "__copy__": lambda self: self,
         "__sym_float__": lambda self: self if kind is float else _applied(float, self.node),
     }
-    space |= {f"__{name}__": _arithmetic(getattr(operator, name)) for name in (*_UNARY, *_BINARY)}
+    both = (*_UNARY, *_BINARY, *_COMPARED)
+    space |= {f"__{name}__": _arithmetic(getattr(operator, name)) for name in both}
+    space["__bool__"] = _arithmetic(operator.truth)
     space |= {
         f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY
     }

@@ -136,6 +136,92 @@ def test_a_number_whose_value_is_asked_for_has_a_program_for_each_value() -> Non
     assert len(f.programs()) == 3
 
 
+#: Functions of a tensor and a number that is compared, and in how many ways the comparisons come
+#: out for the numbers from 0 to 11.
+COMPARED: dict[str, tuple[Callable[[torch.Tensor, Any], torch.Tensor], int]] = {
+    "if": (lambda x, n: x * 2 if n > 3 else x + n, 2),
+    "every third": (lambda x, n: x * n if n % 3 == 0 else x - n, 2),
+    "min": (lambda x, n: x * min(1.0, n / 5), 2),
+    "between": (lambda x, n: x.sin() if 2 <= n < 7 else x.cos() * n, 3),
+    "not": (lambda x, n: x + n if not n else x * n, 2),
+    "in": (lambda x, n: x + n if n in (1, 4) else x * n, 3),
+    "another type": (lambda x, n: x / n if n != "a" and n is not None and n >= 1 else x, 2),
+    "after another": (lambda x, n: (x if n < 6 else x * 2) * (n if n // 2 != 1 else 1), 3),
+}
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("way", ["argument", "attribute"])
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_comparison_of_a_number_needs_a_program_for_each_answer(
+    name: str, way: str, kind: type
+) -> None:
+    f, ways = COMPARED[name]
+    held, x = types.SimpleNamespace(n=None), torch.tensor([1.0, -2.0, 0.5])
+    fast = jit(f) if way == "argument" else jit(lambda x: f(x, held.n))
+    for n in [*range(12), *reversed(range(12)), 3, 9, 0]:
+        held.n = kind(n)
+        found = fast(x, held.n) if way == "argument" else fast(x)
+        torch.testing.assert_close(found, f(x, held.n))
+    assert len(fast.programs()) <= 2 * ways + 1
+
+
+def test_steps_that_are_taken_every_third_time() -> None:
+    weight, calls = nn.Parameter(torch.ones(3)), {"n": 0}
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    @jit
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).square().sum()
+        loss.backward()
+        calls["n"] += 1
+        if calls["n"] % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    other, total = torch.ones(3), torch.zeros(3)
+    for k in range(1, 13):
+        x = torch.tensor([0.1, 0.2, 0.3]) * k / 4
+        torch.testing.assert_close(step(x), (other * x).square().sum())
+        total += 2 * other * x**2
+        if k % 3 == 0:
+            other, total = other - 0.5 * total, torch.zeros(3)
+    torch.testing.assert_close(weight.detach(), other)
+    assert len(step.programs()) <= 6 and sum(p.calls for p in step.programs()) == 12
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_that_are_stepped_in_the_function(name: str) -> None:
+    def trained(wrap: Callable[..., Any]) -> list[Any]:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        schedule = SCHEDULES[name](optimizer)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            (weight * x).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+
+        call = wrap(step)
+        for k in range(9):
+            call(torch.tensor([0.1, 0.2, 0.3]) * k)
+        if wrap is jit and name != "CosineAnnealingLR":
+            assert sum(p.calls for p in call.programs()) == 9 > len(call.programs()) + 2
+        return [weight.detach(), optimizer.param_groups[0]["lr"], schedule.last_epoch]
+
+    torch.testing.assert_close(trained(jit), trained(lambda f: f))
+
+
 def test_a_number_that_becomes_something_else() -> None:
     held = types.SimpleNamespace(factor=1.0)
     f = jit(lambda x: x * held.factor)

@@ -142,10 +142,14 @@ def addresses(arrays: Any) -> set[int | None]:
 
 # -- torch's autograd inside a trace ---------------------------------------------------------------
 def attached(
-    apply: Apply, outs: list[Any], compute: Computation, leaves: Sequence[Any]
+    apply: Apply,
+    outs: list[Any],
+    compute: Computation,
+    leaves: Sequence[Any],
+    draw_again: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> list[Any]:
     """A transform's outputs inside a trace, connected in torch's graph to the inputs and captured
-    tensors that require grad.
+    tensors that require grad; draw_again: in it, compute draws the random numbers of the outputs.
 
     Code that calls ``torch.autograd.grad`` inside a transformed function needs this: its graph must
     not end at an inner transform.
@@ -159,7 +163,7 @@ def attached(
     }
     if not found or not torch.is_grad_enabled() or not any(inexact_dtype(t.dtype) for t in outs):
         return outs
-    return list(_Attached.apply(apply, outs, compute, leaves, *found.values()))
+    return list(_Attached.apply(apply, outs, compute, leaves, draw_again, *found.values()))
 
 
 class _Attached(Untransformed):
@@ -173,12 +177,14 @@ class _Attached(Untransformed):
         outs: list[Any],
         compute: Computation,
         leaves: Sequence[Any],
+        draw_again: Callable[[], contextlib.AbstractContextManager[None]],
         *watched: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.again, ctx.compute, ctx.leaves, ctx.kinds = (
+        ctx.again, ctx.compute, ctx.leaves, ctx.draw_again, ctx.kinds = (
             apply,
             compute,
             leaves,
+            draw_again,
             [inexact_dtype(t.dtype) for t in outs],
         )
         ctx.save_for_backward(*watched)
@@ -197,6 +203,7 @@ class _Attached(Untransformed):
                 nodes = [tracing.node_of(t) for t in watched]
                 # in a backward pass PyTorch's engine switches grad mode off, and forward mode too
                 with (
+                    ctx.draw_again(),
                     in_place_of(nodes, active),
                     torch.enable_grad(),
                     private.set_forward_mode_enabled(True),
@@ -216,7 +223,7 @@ class _Attached(Untransformed):
             return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
 
         grads, _ = ctx.again(back, [*watched, *cts])
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, None, *grads)
 
 
 @contextlib.contextmanager

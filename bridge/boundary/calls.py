@@ -29,7 +29,7 @@ from bridge.convert.arrays import owned, settle
 from bridge.errors import NeedsJax, NeedsTorch, rewording
 from bridge.operators import operands
 from bridge.operators.views import view_again
-from bridge.trace import tracing
+from bridge.trace import random_keys, tracing
 from bridge.trace.aliasing import read, views_between, write
 from bridge.trace.levels import Level, Unrecordable, push, state
 from bridge.trace.storage import Geometry, Node
@@ -161,6 +161,7 @@ def apply(
             value_of(x) if isinstance(x, torch.Tensor) else meshes.entering(x) for x in leaves
         ]
         met_before, level.met = level.met, {}
+        draw_again = random_keys.drawing_again()
         try:
             with rewording():
                 result = compute(values)
@@ -185,7 +186,7 @@ def apply(
             outs = operands.stop_tangents(outs)
         made: list[torch.Tensor] = [wrap(v, device) for v in outs]
         _share(result, leaves, made)
-        return autograd.attached(apply, made, compute, leaves), result.meta
+        return autograd.attached(apply, made, compute, leaves, draw_again), result.meta
     return _in_jax(compute, leaves, lasting)
 
 

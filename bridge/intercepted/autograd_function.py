@@ -124,8 +124,8 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     draw_again = drawing_again()
     with torch.no_grad(), private.set_forward_mode_enabled(False):
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
-    draw_again()
-    return call.run(values, out)
+    with draw_again():
+        return call.run(values, out)
 
 
 def _by_own_vmap(cls: type[Function], args: Sequence[Any]) -> Any:
@@ -425,8 +425,8 @@ class _Call:
             outs, residuals = rules.forward(captured, values)
             # at the enclosing levels the outputs have the Function's own derivative again
             if any(isinstance(v, jax.core.Tracer) for part in (values, *captured) for v in part):
-                draw_again()
-                outs = f(captured, *values)
+                with draw_again():
+                    outs = f(captured, *values)
             return outs, (captured, rules, rules.kept.linked(residuals, [*outs, *values]))
 
         def bwd(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -454,8 +454,8 @@ class _Call:
             (captured, *values), (_, *tangents) = primals, tangents
             draw_again = drawing_again()
             _, residuals = rules.forward(captured, values)
-            draw_again()
-            outs = f(captured, *values)
+            with draw_again():
+                outs = f(captured, *values)
             given = [_materialized(t, rules.kept.materialize) for t in tangents]
             kept = rules.kept.linked(residuals, [*outs, *values])
             found = rules.derivative(captured, kept, given)

@@ -204,19 +204,22 @@ def source(level: Level) -> Level:
     return level
 
 
-def drawing_again() -> Callable[[], None]:
-    """Returns a function that lets random operators draw the numbers again that they draw from here
-    on; it is called at the same level.
+def drawing_again() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a function for ``with again():``, in which random operators draw the numbers again
+    that they draw from here on.
     """
     if state.level is None:  # JAX calls a rule when its trace has closed
-        return lambda: None
+        return contextlib.nullcontext
     own, drawn = source(state.level), state.level.root.drawn
     draws, at = own.draws, 0 if drawn is None else drawn.at
 
-    def again() -> None:
-        own.draws = draws
-        if drawn is not None:
-            drawn.at = at
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(having(own, draws=draws))
+            if drawn is not None:
+                stack.enter_context(having(drawn, at=at))
+            yield
 
     return again
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
-from torchfunc_jax import jit
+from torchfunc_jax import jit, random_numbers
 
 _OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),
@@ -604,3 +604,61 @@ def test_allow_mutation_on_saved_tensors(way):
         for differentiate in (torchfunc_jax.grad, torchfunc_jax.jacrev):
             with pytest.raises(RuntimeError, match="saved tensor hooks"):
                 differentiate(value)(x)
+
+
+#: Draws in transforms inside of a step, whose gradients torch's graph takes.
+DRAWS = {
+    "a number for each lane": lambda T, w, x: T.vmap(
+        lambda r: r * w * torch.rand(3).double(), randomness="different"
+    )(x),
+    "one for all lanes": lambda T, w, x: T.vmap(
+        lambda r: r * w * torch.randn(3).double(), randomness="same"
+    )(x),
+    "dropout": lambda T, w, x: T.vmap(
+        lambda r: nn.functional.dropout(r * w, 0.5), randomness="different"
+    )(x),
+    "two, and one between": lambda T, w, x: (
+        T.vmap(lambda r: nn.functional.dropout(r * w), randomness="different")(x)
+        * torch.rand(3)
+        * T.vmap(lambda r: r * w + torch.rand(3), randomness="same")(x)
+    ),
+    "a gradient with dropout": lambda T, w, x: T.grad(
+        lambda v: (nn.functional.dropout(v) * w * v).sin().sum()
+    )(x),
+    "a Jacobian with noise": lambda T, w, x: T.jacrev(
+        lambda v: (v.sum(0) * w * torch.rand(3)).sin()
+    )(x),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("numbers", ["torch", "jax"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_gradients_have_the_random_numbers_of_their_values(name, numbers, twice):
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3)
+
+    def step(T, w):
+        w = w.clone().requires_grad_()
+        y = DRAWS[name](T, w, x).pow(2).sum()
+        (g,) = torch.autograd.grad(y, w, create_graph=twice)
+        if twice:
+            (g,) = torch.autograd.grad(g.sin().sum(), w)
+        return y.detach(), g.detach(), torch.rand(2)
+
+    w = torch.tensor([0.5, -0.7, 1.1], dtype=torch.float64)
+    fast = jit(lambda w: step(torchfunc_jax, w))
+
+    def seeded(call, *args):
+        torch.manual_seed(0)
+        with random_numbers(numbers):
+            return call(*args)
+
+    if numbers == "torch":
+        for k in range(3):
+            found, expected = seeded(fast, w * (k + 1)), seeded(step, torch.func, w * (k + 1))
+            torch.testing.assert_close(found, expected)
+    elif not twice:  # differences of values that the same numbers make
+        gradient = seeded(fast, w)[1]
+        for k, e in enumerate(1e-6 * torch.eye(3, dtype=torch.float64)):
+            difference = seeded(fast, w + e)[0] - seeded(fast, w - e)[0]
+            torch.testing.assert_close(difference / 2e-6, gradient[k], rtol=1e-5, atol=1e-7)

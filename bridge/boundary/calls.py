@@ -46,6 +46,7 @@ class Traceable:
         "active",
         "computed",
         "devices",
+        "flagged",
         "fn",
         "geometries",
         "leaves",
@@ -67,6 +68,7 @@ class Traceable:
         self.active: frozenset[int] = frozenset()
         # which of these are not leaves of torch's graph
         self.computed: frozenset[int] = frozenset()
+        self.flagged: list[int] = []  # which of these the function has made require grad
         # the arrays that a transform hands on as they are
         self.sources: Sequence[Any] = [None] * len(where)
         for i in where:
@@ -111,6 +113,11 @@ class Traceable:
             leaves[i] = autograd.computed(t) if k in self.computed else numbered(t)
         args, kwargs = trees.unflatten(self.spec, with_twins(leaves))
         outs, meta = finish(self.fn(*args, **kwargs))
+        self.flagged = [
+            k
+            for k, t in enumerate(arguments)
+            if k not in self.active and t.requires_grad and t.number not in level.root.leaves
+        ]
         result = Result([value_of(t) for t in outs], meta)
         ways = [views_between(node_of(t)) for t in outs]
         whole = {node: i for i, (node, views) in reversed([*enumerate(ways)]) if not views}

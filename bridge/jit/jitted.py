@@ -401,6 +401,10 @@ class Jitted:
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
         entry.used = next(self._clock)
         entry.calls += 1
+        if entry.program.flagged:
+            for k in entry.program.flagged:
+                leaves[entry.where[k]].requires_grad_()
+            grads = torch.is_grad_enabled()
         found, arrays = captured
         if entry.asks:
             reason = entry.unfit(leaves, found)

@@ -100,6 +100,7 @@ class Program:
         drawn: the draws that torch makes before each run.
         numbers: which of these draws are inputs of the jaxpr.
         graded: the places of the tensors whose ``.grad`` it sets.
+        flagged: the arguments that it makes require grad.
         of_arguments: whether places or guards are those of a ``.grad`` of an argument.
         changes: the changes of Python objects that it makes.
     """
@@ -123,6 +124,7 @@ class Program:
     drawn: list[Draw | ByValue | Rewind]
     numbers: list[int]
     graded: list[Place]
+    flagged: list[int]
     of_arguments: bool
     changes: Sequence[Change]
 
@@ -570,6 +572,7 @@ def trace(
         [] if drawn is None else drawn.draws,
         numbers,
         info["graded"],
+        traceable.flagged,
         any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
         info["changes"],
     )
@@ -865,6 +868,7 @@ def backward_pass(program: Program, active: Sequence[int]) -> Program:
         [True] * count,
         read,
         read,
+        [],
         [],
         [],
         [],

@@ -662,3 +662,58 @@ def test_gradients_have_the_random_numbers_of_their_values(name, numbers, twice)
         for k, e in enumerate(1e-6 * torch.eye(3, dtype=torch.float64)):
             difference = seeded(fast, w + e)[0] - seeded(fast, w - e)[0]
             torch.testing.assert_close(difference / 2e-6, gradient[k], rtol=1e-5, atol=1e-7)
+
+
+def _loss_of_gradients(x, w):
+    x.requires_grad_(True)
+    (g,) = torch.autograd.grad((x * w).sin().sum(), x, create_graph=True)
+    return (g**2).sum()
+
+
+def _backward_by_an_argument(x, w):
+    x.requires_grad_()
+    loss = (x * w).pow(2).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def _set_and_taken_back(x, w):
+    x.requires_grad_()
+    y = (x * w).sum()
+    x.requires_grad_(False)
+    return y
+
+
+def _set_without_grad(x, w):
+    with torch.no_grad():
+        x.requires_grad = True
+    return x * 2
+
+
+#: Functions of an argument and a parameter that make the argument require grad.
+FLAGGED = {
+    "energy": lambda x, w: (x.requires_grad_() * w).sin().sum(),
+    "of gradients": _loss_of_gradients,
+    "backward": _backward_by_an_argument,
+    "taken back": _set_and_taken_back,
+    "no_grad": _set_without_grad,
+    "detached": lambda x, w: (x.requires_grad_() * w).detach(),
+}
+
+
+@pytest.mark.parametrize("name", FLAGGED)
+def test_arguments_that_the_function_makes_require_grad(name):
+    def run(wrap):
+        found, w = [], torch.tensor([0.3, -0.5, 2.0], dtype=torch.float64, requires_grad=True)
+        call = wrap(lambda x: FLAGGED[name](x, w))
+        for k in range(3):
+            x = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64) * (k + 1)
+            for _ in range(2):
+                w.grad = None
+                y = call(x)
+                if y.requires_grad:
+                    y.sum().backward()
+                found.append([y.detach(), y.requires_grad, x.requires_grad, x.grad, w.grad])
+        return found
+
+    torch.testing.assert_close(run(jit), run(lambda f: f), equal_nan=True)

@@ -377,10 +377,9 @@ class FromNNX(_FromFlax):
         one, and return it.
         """
         found = self._values()
-        values = {path: (v, found[place]) for path, (place, v) in self.structure.others.items()}
         made = _merged(
             self.structure.graph,
-            values,
+            {path: (v, found[place]) for path, (place, v) in self.structure.others.items()},
             {path: (v, v.get_value()) for path, v in self.structure.draws.items()},
         )
         if module is None:

@@ -255,12 +255,10 @@ def _check_mesh(mesh: Any, kinds: Any) -> None:
 
 def _check_use(rules: Rules, fitting: Mapping[str, list[str]]) -> None:
     """Each pattern must decide for a name; of a family's, one."""
-    families: dict[str, list[str]] = {}
-    for pattern in rules:
-        if isinstance(pattern, Pattern):
-            families.setdefault(pattern.family, []).append(pattern)
-    for family, patterns in families.items():
-        if not any(pattern in fit for fit in fitting.values() for pattern in patterns):
+    families = [p.family for p in rules if isinstance(p, Pattern)]
+    used = {p.family for fit in fitting.values() for p in fit if isinstance(p, Pattern)}
+    for family in families:
+        if family not in used:
             raise ValueError(
                 f"rules: none of the patterns of {family!r} fits a parameter; there are "
                 f"{', '.join(map(repr, fitting)) or 'none'}"

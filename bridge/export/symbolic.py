@@ -233,16 +233,16 @@ class Replay:
             return values[0]
         if values not in self.known:
             dims = [*self.symbols.values()]
-            found = self._combination(values, dims)
-            if found is None and depth:
-                found = self._product(values, depth)
-            if found is None:
-                found = self._floor(values)
-            if found is None:
-                found = self._combination(
+            ways: tuple[Callable[[], Any], ...] = (
+                lambda: self._combination(values, dims),
+                lambda: self._product(values, depth) if depth else None,
+                lambda: self._floor(values),
+                lambda: self._combination(
                     values,
                     dims + [a * b for a, b in itertools.combinations_with_replacement(dims, 2)],
-                )
+                ),
+            )
+            found = next((size for way in ways if (size := way()) is not None), None)
             if found is None:
                 return None
             self.known[values] = found

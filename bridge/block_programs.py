@@ -193,11 +193,14 @@ def _attributes(a: Parts, b: Parts) -> set[tuple[str, str]]:
 
 
 def equal(a: Any, b: Any, slots: bool = False) -> bool:
-    """Whether two values hold the same; slots: tensors in them are among the blocks'
-    ``Parts.slots``, where they may differ.
+    """Whether two values hold the same; traced tensors do if they are one part of one memory.
+
+    slots: tensors in them are among the blocks' ``Parts.slots``, where they may differ.
     """
     if a is b or (slots and isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return True
+    if type(a) is Traced and type(b) is Traced:
+        return a.node is b.node and (a.shape, a.stride()) == (b.shape, b.stride())
     if type(a) is not type(b) or isinstance(a, torch.Tensor | weakref.ref):
         return False
     if type(a) in (list, tuple):

@@ -85,16 +85,16 @@ class Parts:
         none and set no attribute.
         """
         places = [(place, t) for slot, t in zip(self.slots, tensors, strict=True) for place in slot]
-        before = [container[key] for (_, container, key), _ in places]
-        for (_, container, key), t in places:
-            container[key] = t
-        attributes = {path: _snapshot(m) for path, m in self.modules.items()}
-        flat = [
+        before = [(container, key, container[key]) for (_, container, key), _ in places]
+        before += [
             (m.__dict__, key, m.__dict__[key])
             for m in self.modules.values()
             for key in REBUILT
             if key in m.__dict__
         ]
+        for (_, container, key), t in places:
+            container[key] = t
+        attributes = {path: _snapshot(m) for path, m in self.modules.items()}
         try:
             yield
             for (name, container, key), t in places:
@@ -111,9 +111,7 @@ class Parts:
                         "Python only once"
                     )
         finally:
-            for ((_, container, key), _), t in zip(places, before, strict=True):
-                container[key] = t
-            for container, key, value in flat:
+            for container, key, value in before:
                 container[key] = value
 
 

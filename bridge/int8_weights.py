@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from typing import Any
 
 import torch
@@ -76,15 +77,12 @@ def quantize_int8(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module)}")
     skipped = (skip,) if isinstance(skip, str) else skip
-    owners: dict[int, set[int]] = {}
-    for m in module.modules():
-        for p in m.parameters(recurse=False):
-            owners.setdefault(id(p), set()).add(id(m))
+    owners = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     layers = {
         name: m
         for name, m in module.named_modules()
         if type(m) is nn.Linear
-        and len(owners.get(id(m.weight), ())) == 1
+        and owners[id(m.weight)] == 1
         and not any(fnmatch.fnmatchcase(name, pattern) for pattern in skipped)
     }
     for pattern in names or ("*",):

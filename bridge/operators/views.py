@@ -13,7 +13,7 @@ import torch
 
 from bridge import private, private_jax
 from bridge.convert import dtypes, tensors
-from bridge.convert.strides import contiguous
+from bridge.convert.strides import contiguous, span
 from bridge.errors import at_line
 from bridge.lowering.registry import LOWERINGS, Operator, overload
 from bridge.operators.dtype_refusals import Plan
@@ -41,12 +41,8 @@ def meta_of(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided or t.is_nested:
         tensors.plain(t)  # raises the error for its layout
     if t.storage_offset():
-        span = (
-            t.storage_offset()
-            + 1
-            + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n)
-        )
-        return torch.empty(span, dtype=t.dtype, device="meta").as_strided(
+        size = int(t.storage_offset()) + span(t.shape, t.stride())
+        return torch.empty(size, dtype=t.dtype, device="meta").as_strided(
             t.shape, t.stride(), t.storage_offset()
         )
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")

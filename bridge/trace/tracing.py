@@ -658,12 +658,6 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
 class _Mode(private.DispatchMode):
     """Hands every operator called while a trace is open to ``dispatch``."""
 
-    @classmethod
-    # spares a wrapper around each call, which would only keep torch.compile out
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @private.opaque
     def __torch_dispatch__(
         self,
         func: Any,

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, Primitive
-from jax.interpreters import batching, mlir
+from jax.extend.core import Jaxpr, Primitive
+from jax.interpreters import batching, mlir, partial_eval
 
 from bridge import compiling, private, private_jax
 from bridge.convert import dtypes, tensors
@@ -263,18 +263,10 @@ class ByValue:
 
     def computed_by(self, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> None:
         """Note how the operands, variables of a program, are computed from the program's inputs."""
-        used, eqns = {v for v in operands if not isinstance(v, Literal)}, []
-        for eqn in reversed(jaxpr.eqns):
-            if not used.isdisjoint(eqn.outvars):
-                used.update(v for v in eqn.invars if not isinstance(v, Literal))
-                eqns.append(eqn)
-        self.needs = [k for k, v in enumerate(jaxpr.invars) if v in used]
-        part = jaxpr.replace(
-            eqns=eqns[::-1],
-            invars=[jaxpr.invars[k] for k in self.needs],
-            outvars=[*operands],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
+        names = jaxpr.debug_info.with_unknown_names()
+        whole = jaxpr.replace(outvars=[*operands], debug_info=names)
+        part, used = partial_eval.dce_jaxpr(whole, [True] * len(operands))
+        self.needs = [k for k, u in enumerate(used) if u]
         self.operands = jax.jit(
             lambda *given: jax.core.eval_jaxpr(part, consts, *given),
             compiler_options=compiling.options(),

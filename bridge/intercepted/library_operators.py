@@ -403,15 +403,7 @@ def _as_words(v: np.ndarray, aval: jax.core.ShapedArray) -> np.ndarray:
 
 
 def _of_words(v: jax.Array, dtype: np.dtype) -> jax.Array:
-    if v.dtype == dtype:
-        return v
-    if dtype.kind != "c":
-        return lax.bitcast_convert_type(v, dtype)
-    real = jnp.finfo(dtype).dtype
-    parts = lax.bitcast_convert_type(
-        v.reshape(*v.shape[:-1], 2, 2) if real.itemsize > 4 else v, real
-    )
-    return lax.complex(parts[..., 0], parts[..., 1])
+    return v if v.dtype == dtype else v.view(dtype).reshape(v.shape[:-1])
 
 
 def _lowered(

@@ -59,18 +59,15 @@ _NONE_AMONG = 3
 def forward_in_trace(
     cls: type[Function], recording: bool, forward_mode: bool
 ) -> Callable[..., Any] | None:
-    """The function that PyTorch runs instead of a Function's forward if this thread has a trace
-    open; None: the forward itself.
+    """The function that PyTorch runs instead of a Function's forward if this thread has a trace or
+    a record open; None: the forward itself.
 
     PyTorch makes its own graph node for the outputs, which a ``torch.autograd.grad`` inside the
     trace uses; JAX differentiates by the rules of ``_Call``. recording, forward_mode: whether grad
     mode and forward-mode AD were on when the Function was applied.
     """
-    if issubclass(cls, Untransformed):
-        return None
-    if state.level is None:
-        if state.recorder is not None:
-            return FUNCTION.record(cls, recording, forward_mode)
+    in_record = state.recorder is not None and not state.recorder.inferring
+    if issubclass(cls, Untransformed) or (state.level is None and not in_record):
         return None
     new_style = cls.setup_context is not Function.setup_context
 
@@ -78,9 +75,13 @@ def forward_in_trace(
         ctx, args = (None, given) if new_style else (given[0], given[1:])
         if not any(isinstance(a, torch.Tensor) for a in args):
             return cls.forward(*given)
-        with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
-            out = _applied(cls, ctx, args)
-        if new_style and not _has_node(args, recording):
+        written = state.level is None
+        if written:
+            out = FUNCTION.record(cls, args, recording, forward_mode)
+        else:
+            with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
+                out = _applied(cls, ctx, args)
+        if new_style and (written or not _has_node(args, recording)):
             private_calls.skip_setup_context(cls)
         return out
 

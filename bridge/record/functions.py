@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from bridge import private, private_calls
+from bridge import private
 from bridge.boundary.results import put_together, take_apart
 from bridge.cache_keys import Same
 from bridge.convert import trees
@@ -42,45 +42,30 @@ class _Ended:
 
 
 def _function(
-    cls: type[torch.autograd.Function], recording: bool, forward_mode: bool
-) -> Callable[..., Any] | None:
-    """A function that PyTorch runs instead of an autograd.Function's forward; it writes the forward
-    down, with what its context keeps.
+    cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, forward_mode: bool
+) -> Any:
+    """The outputs of an autograd.Function, whose forward is written down, with what its context
+    keeps.
     """
     new_style = cls.setup_context is not torch.autograd.Function.setup_context
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
-    refused = None
-    if state.recorder.inferring:
-        return None
     if cls.__module__.startswith("torch."):
-        refused = cls.__name__
-    elif new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
-        refused = (
+        raise Unrecordable(cls.__name__)
+    if new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
+        raise Unrecordable(
             "a Function with two rules for vmap, or none: whether that matters shows where the "
             "values are known"
         )
-    if refused is not None:
-        raise Unrecordable(refused)
-
-    def forward(*given: Any) -> Any:
-        args = given if new_style else given[1:]
-        if not any(isinstance(a, torch.Tensor) for a in args):
-            return cls.forward(*given)
-        call = _Call(cls, args, recording, forward_mode, new_style)
-        replaced = own_vmap and state.recorder.mapped() > 0
-        try:
-            # PyTorch is inside of the Function: it could only go on from its start
-            with having(state.recorder, resumable=False):
-                out = transform(call.user, args, call.record)
-        except Exception as error:
-            if replaced:
-                raise Unrecordable("a forward that the Function's own vmap may replace") from error
-            raise
-        if new_style:
-            private_calls.skip_setup_context(cls)
-        return out
-
-    return forward
+    call = _Call(cls, args, recording, forward_mode, new_style)
+    replaced = own_vmap and state.recorder.mapped() > 0
+    try:
+        # PyTorch is inside of the Function: it could only go on from its start
+        with having(state.recorder, resumable=False):
+            return transform(call.user, args, call.record)
+    except Exception as error:
+        if replaced:
+            raise Unrecordable("a forward that the Function's own vmap may replace") from error
+        raise
 
 
 class _Call:

@@ -265,10 +265,11 @@ def _everywhere(what: str, fn: Callable[..., Any], *dtypes: Any) -> Callable[...
 
 
 #: torch function -> the function that is called in its place.
-FUNCTIONS: dict[Any, Any] = dict.fromkeys(
-    (F.scaled_dot_product_attention, _WHOLE, getattr(_WHOLE, "default", None)), _attention
-)
-FUNCTIONS.pop(None, None)  # a version of PyTorch without the operator
+FUNCTIONS: dict[Any, Any] = {
+    function: _attention
+    for function in (F.scaled_dot_product_attention, _WHOLE, getattr(_WHOLE, "default", None))
+    if function is not None  # in a version of PyTorch without the operator
+}
 private_calls.IN_TRACES["multi_head_attention"] = private_calls.Ours(
     multi_head_attention, recorded=True
 )

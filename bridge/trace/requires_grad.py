@@ -147,9 +147,9 @@ def _inexact(v: Any) -> bool:
 
 
 def _tied(value: jax.Array, inputs: Sequence[jax.Array]) -> jax.Array:
-    # no custom_jvp: its derivative would be mapped where the inputs are and its value not, which
-    # JAX's batching takes for one and the same the sum of no elements is zero, but a linear
-    # function of the input that JAX keeps; -0.0 less zero is -0.0
+    # No custom_jvp: its derivative would be mapped where the inputs are and its value not, which
+    # JAX's batching takes for one and the same. An empty sum is 0 and still depends on x, so the
+    # output depends on x. It is subtracted: -0.0 - 0.0 is -0.0.
     zero = sum(jnp.sum(jnp.real(x).reshape(-1)[:0]).astype(value.dtype) for x in inputs)
     return value - jnp.broadcast_to(zero, value.shape)
 

@@ -77,7 +77,7 @@ def forward_in_trace(
             return cls.forward(*given)
         written = state.level is None
         if written:
-            out = FUNCTION.record(cls, args, recording, forward_mode)
+            out = FUNCTION.record(cls, args, recording)
         else:
             with torch.set_grad_enabled(recording), private.set_forward_mode_enabled(forward_mode):
                 out = _applied(cls, ctx, args)

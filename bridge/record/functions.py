@@ -41,9 +41,7 @@ class _Ended:
     needs: tuple[bool, ...] | None
 
 
-def _function(
-    cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool, forward_mode: bool
-) -> Any:
+def _function(cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool) -> Any:
     """The outputs of an autograd.Function, whose forward is written down, with what its context
     keeps.
     """
@@ -56,7 +54,7 @@ def _function(
             "a Function with two rules for vmap, or none: whether that matters shows where the "
             "values are known"
         )
-    call = _Call(cls, args, recording, forward_mode, new_style)
+    call = _Call(cls, args, recording, new_style)
     replaced = own_vmap and state.recorder.mapped() > 0
     try:
         # PyTorch is inside of the Function: it could only go on from its start
@@ -76,16 +74,9 @@ class _Call:
         cls: type[torch.autograd.Function],
         args: tuple[Any, ...],
         recording: bool,
-        forward_mode: bool,
         new_style: bool,
     ) -> None:
-        self.cls, self.args, self.recording, self.forward_mode, self.new_style = (
-            cls,
-            args,
-            recording,
-            forward_mode,
-            new_style,
-        )
+        self.cls, self.args, self.recording, self.new_style = cls, args, recording, new_style
         self.ctx = intercepted.Context(
             tuple([recording and isinstance(a, torch.Tensor) and a.requires_grad for a in args])
         )

@@ -14,6 +14,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import io
+import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,8 +31,16 @@ from bridge.errors import CalledItself, at_line
 from bridge.intercepted.leaf_gradients import LeafGradients
 from bridge.process import having
 from bridge.programs import closure_scan
-from bridge.programs.closure_scan import Found, is_plain, slots_of
-from bridge.programs.holders import MISSING, REBUILT, Difference, Holder, holders, in_arguments
+from bridge.programs.closure_scan import Found, is_plain
+from bridge.programs.holders import (
+    MISSING,
+    REBUILT,
+    Difference,
+    Gradient,
+    Holder,
+    holders,
+    in_arguments,
+)
 from bridge.programs.places import DictOf, GradOf, OfArgument, Place
 from bridge.trace import python_numbers
 from bridge.trace.aliasing import views_between
@@ -55,52 +65,44 @@ class Change:
     key: Any
     there: bool | None = dataclasses.field(compare=False)
 
-    def owner(self) -> Any:
-        return self.holder.owner()
-
-    def put(self, owner: Any, value: Any) -> None:
-        self.holder.put(owner, self.what, self.key, value)
-
     def __str__(self) -> str:
         return self.holder.named(self.key)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Grad:
-    """The ``.grad`` of the tensor at a place."""
-
-    place: Place = dataclasses.field(compare=False)
-    identity: Any
-
-    def owner(self) -> torch.Tensor:
-        return self.place.get()
-
-    def put(self, owner: torch.Tensor, value: torch.Tensor | None) -> None:
-        owner.grad = value
-
-
 class Effects(NamedTuple):
-    """The result of a function, and what it has changed, each change with its value; made: whether
-    the result has recipes.
+    """What a function changes, and by what it is made at each call.
+
+    Attributes:
+        made: pickles of the values of the changes, and of the leaves of the function's result, with
+            numbers in the place of the parts.
+        parts: what these contain: tensors, numbers, and objects that are not made anew.
+        spec: that of the result.
     """
 
-    out: Any
-    changes: list[tuple[Change | _Grad, Any]]
-    made: bool = False
+    changes: list[Change]
+    made: bytes
+    parts: list[Any]
+    spec: trees.Spec | None
 
     def done(self) -> Any:
         """Change what the function changes, and return its result."""
-        owners = [change.owner() for change, _ in self.changes]
-        leaves: list[Any] = []
-        if self.made:  # what is at a place may be replaced by a change
-            leaves, spec = trees.flatten(self.out, is_leaf=_is_recipe)
-            leaves = [_Known(x.place.get()) if type(x) is _Argument else x for x in leaves]
-        made: dict[int, Any] = {}
-        for owner, (change, value) in zip(owners, self.changes, strict=True):
-            change.put(owner, _built(value, made))
-        if not self.made:
-            return self.out
-        return trees.unflatten(spec, [_built(x, made) for x in leaves])
+        owners = [change.holder.owner() for change in self.changes]
+        source = _Unpickler(io.BytesIO(self.made))
+        # before anything is changed: what is at a place may be replaced by a change
+        source.parts = [
+            x.value if type(x) is _Known else x.place.get() if type(x) is _Argument else x
+            for x in self.parts
+        ]
+        for owner, change in zip(owners, self.changes, strict=True):
+            change.holder.put(owner, change.what, change.key, source.load())
+        return trees.unflatten(self.spec, source.load())
+
+
+class _Unpickler(pickle.Unpickler):
+    parts: list[Any]
+
+    def persistent_load(self, number: int) -> Any:
+        return self.parts[number]
 
 
 def noted(
@@ -155,7 +157,7 @@ def noted(
                     for p, grad in read
                     if grad is None or type(places.get(id(grad))) is not GradOf
                 ]
-                recipes = _Recipes(
+                pickler = _Pickler(
                     {
                         *map(id, found.alive),
                         *found.modules,
@@ -168,14 +170,9 @@ def noted(
                 # the trace is in it
                 if raised:
                     with contextlib.suppress(CalledItself):
-                        state.undone = Effects(
-                            None,
-                            [
-                                (c, v)
-                                for c, v in recipes.changes(changed, once=True)
-                                if not _of_trace(v)
-                            ],
-                        )
+                        done = pickler.changes(changed, once=True)
+                        outside = [x for x in done if not pickler.is_of_trace(x.value)]
+                        state.undone = pickler.effects(outside, None)
             new = [n for t, old in names for n in vars(t).keys() - old if not n.startswith("_")]
             if any(map(found.sets, new)):
                 raise CalledItself("it gives attributes to a tensor among its arguments")
@@ -187,14 +184,12 @@ def noted(
                     f"it changes objects, and reaches one of the class {both.pop().__name__} that "
                     "is no argument too"
                 )
-            changes: list[tuple[Change | _Grad, Any]] = recipes.changes(changed)
-        root.changes = [change for change, _ in changes]
-        changes += [
-            (_Grad(p, p.identity), _outside(value) if type(value) is Traced else value)
-            for p, value in kept
-        ]
-        result = recipes.result(out)
-        return Effects(result, changes, result is not out) if changes or result is not out else out
+            changes = pickler.changes(changed)
+        root.changes = [x.change for x in changes]
+        for gradient, value in [(Gradient(place), value) for place, value in kept]:
+            change = Change(gradient, gradient.identity, "set", "grad", None)
+            changes.append(_Done(change, value, lambda: "a .grad"))
+        return pickler.effects(changes, out)
 
     return run
 
@@ -204,15 +199,11 @@ def _undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
     differences = [
         d
         for d in holder.differences(old, holder.read(owner))
-        if holder.counts(d[1]) or _has_traced(d[2])
+        if holder.counts(d[1]) or any(type(x) is Traced for x in trees.flatten(d[2])[0])
     ]
     if differences:
         holder.undo(owner, old, differences)
     return differences
-
-
-def _has_traced(value: Any) -> bool:
-    return any(type(x) is Traced for x in trees.flatten(value)[0])
 
 
 # -- values: they are made anew at each call -------------------------------------------------------
@@ -234,38 +225,6 @@ class _Known:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
-    """An object without its parts.
-
-    Attributes:
-        kind: its class.
-        keys: of a dict its keys, of another container how many elements it has, of another object
-            the names of its attributes.
-        extra: the default_factory of a defaultdict, the maxlen of a deque.
-    """
-
-    kind: type
-    keys: Any
-    extra: Any = None
-
-
-class _New(NamedTuple):
-    """An object that the function makes, which is made anew at each call; where it is met again,
-    its number stands for it.
-    """
-
-    number: int
-    shape: _Shape
-    parts: list[Any]
-
-
-class _Again(NamedTuple):
-    """An object that is made at another place too."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
 class _Argument:
     """An object that is an argument of the call, or at another place at which the function has
     changed it.
@@ -274,14 +233,23 @@ class _Argument:
     place: Place
 
 
-_ELEMENTS = (list, tuple, set, frozenset, collections.deque)
+class _Done(NamedTuple):
+    """A change with its value in the trace, and where that is, in words."""
+
+    change: Change
+    value: Any
+    where: Callable[[], str]
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _CONSTANT = (bool, int, float, complex, str, bytes, type(None))
 # Python that has not run yet
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
-class _Recipes:
-    """How the values that a function has put somewhere are made at a call.
+class _Pickler(pickle.Pickler):
+    """Writes down how the values that a function has put somewhere, and its result, are made at a
+    call: containers and plain objects that it has made are made anew, and all else is a part.
 
     Args:
         known: ids of the objects that were there before.
@@ -292,27 +260,30 @@ class _Recipes:
     def __init__(
         self, known: set[int], arguments: Mapping[int, Place], changed: Mapping[int, Place]
     ) -> None:
-        self.known, self.arguments, self.made = known, arguments, dict[int, int]()
-        self.changed = changed
-        self.alive: list[Any] = []
+        self.file = io.BytesIO()
+        super().__init__(self.file, pickle.HIGHEST_PROTOCOL)
+        self.known, self.arguments, self.changed = known, arguments, changed
+        self.parts: list[Any] = []
+        self.made, self.leaves = set[int](), set[int]()  # ids; the latter of the result
+        self.where = lambda: "its result"
 
     def changes(
         self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False
-    ) -> list[Any]:
-        """(the Change, its recipe) for each difference; raises CalledItself if there is one that no
-        program can make.
+    ) -> list[_Done]:
+        """What is done for each difference; raises CalledItself if no program can do that.
 
-        once: no program makes them.
+        once: no program does it.
         """
         found = []
         for holder, old, differences in changed:
-            holder.counts = _any  # it holds on to nothing else that was found
+            holder.counts = lambda _: True  # it holds on to nothing else that was found
             if holder.refused and not once:
                 raise CalledItself(f"it {holder.refused}")
             for what, key, value in differences:
                 if key in REBUILT or holder.place.key in REBUILT:
                     continue
                 before = holder.at(old, key) if what == "set" else MISSING
+                self.where = functools.partial(holder.named, key)
                 if what == "set" and self._alike(before, value):
                     continue
                 if holder.place.key == "_parameters" and type(value) is Traced:
@@ -320,65 +291,71 @@ class _Recipes:
                 there = None
                 if holder.of and not holder.of_argument and before is MISSING:
                     there = what == "delete" or (None if what != "set" else False)
-                recipe = self._of(value, functools.partial(holder.named, key))
-                found.append((Change(holder, holder.identity, what, key, there), recipe))
+                change = Change(holder, holder.identity, what, key, there)
+                found.append(_Done(change, value, self.where))
         return found
 
-    def result(self, out: Any) -> Any:
-        """What the function returns, with recipes in the place of the objects that it has made or
-        changed; itself if there are none.
-
-        What it has changed, or made and kept, is itself in the result too.
+    def effects(self, changes: Sequence[_Done], out: Any) -> Any:
+        """The Effects; the result itself if there are no changes, and its leaves are no objects
+        that the function has made or changed.
         """
-        kept = self._is_kept if self.changed else None
-        leaves, spec = trees.flatten(out, is_leaf=kept)
-        if all(
-            isinstance(x, (torch.Tensor, jax.Array, *_CONSTANT)) or python_numbers.is_input(x)
-            for x in leaves
-        ):
+        for _, value, where in changes:
+            self.where = where
+            self.dump(value)
+        # what it has changed, or made and kept, is itself in the result too
+        leaves, spec = trees.flatten(out, is_leaf=self._is_kept)
+        self.leaves, self.where, first = {*map(id, leaves)}, lambda: "its result", len(self.parts)
+        self.dump(leaves)
+        if not changes and [*map(id, self.parts[first:])] == [*map(id, leaves)]:
             return out
-        made = [
-            x if isinstance(x, torch.Tensor | jax.Array) else self._of(x, lambda: "its result")
-            for x in leaves
-        ]
-        made = [
-            x if type(recipe) is _Known and not self._changes(x) else recipe
-            for x, recipe in zip(leaves, made, strict=True)
-        ]
-        return trees.unflatten(spec, made) if any(map(_is_recipe, made)) else out
+        return Effects([change for change, *_ in changes], self.file.getvalue(), self.parts, spec)
 
-    def _of(self, x: Any, where: Callable[[], str]) -> Any:
+    def persistent_id(self, x: Any) -> int | None:
+        """The number of a part; None: x is made anew."""
+        if self._is_new(x):
+            self.made.add(id(x))
+            return None
+        self.parts.append(self._part(x))
+        return len(self.parts) - 1
+
+    def _is_new(self, x: Any) -> bool:
+        return (isinstance(x, _CONTAINERS) or is_plain(x)) and not (
+            id(x) in self.known or self._place(x)
+        )
+
+    def _part(self, x: Any) -> Any:
+        if isinstance(x, (*_CONSTANT, type)) or python_numbers.is_input(x):
+            return x
+        if isinstance(x, torch.Tensor | jax.Array) and id(x) in self.leaves:
+            return x
         if type(x) is Traced:
             outside = _outside(x)
             return _Known(x) if outside is None else outside
         if isinstance(x, torch.Tensor):
             return x if tensors.crosses(x) else _Known(x)
-        if isinstance(x, _CONSTANT) or python_numbers.is_input(x):
-            return x
-        if id(x) in self.arguments:
-            return _Argument(self.arguments[id(x)])
-        if id(x) in self.changed:  # another one may be there at a later call
-            return _Argument(self.changed[id(x)])
-        if type(attributes := self.changed.get(id(getattr(x, "__dict__", None)))) is DictOf:
-            return _Argument(attributes.container)
-        if id(x) in self.known:
-            return _Known(x)
-        if id(x) in self.made:
-            return _Again(self.made[id(x)])
-        if not (isinstance(x, (dict, *_ELEMENTS)) or is_plain(x)):
+        if place := self._place(x):
+            return _Argument(place)
+        if id(x) not in self.known:
             if isinstance(x, types.CoroutineType):
                 x.close()  # it would warn that nobody waits for it
             if isinstance(x, _SUSPENDED) or any(
                 type(t) is Traced for t, _ in closure_scan.scan(x).tensors.values()
             ):
                 raise CalledItself(
-                    f"it keeps a {type(x).__name__} that holds tensors: {where()}{at_line()}"
+                    f"it keeps a {type(x).__name__} that holds tensors: {self.where()}{at_line()}"
                 )
-            return _Known(x)
-        self.made[id(x)] = number = len(self.made)
-        self.alive.append(x)
-        shape, parts = _taken_apart(x)
-        return _New(number, shape, [self._of(part, where) for part in parts])
+        return x if id(x) in self.leaves else _Known(x)
+
+    def _place(self, x: Any) -> Place | None:
+        """The place of an argument, or of an object that the function has changed: another one may
+        be there at a later call.
+        """
+        attributes = self.changed.get(id(getattr(x, "__dict__", None)))
+        return (
+            self.arguments.get(id(x))
+            or self.changed.get(id(x))
+            or (attributes.container if type(attributes) is DictOf else None)
+        )
 
     def _changes(self, x: Any) -> bool:
         """Whether the function has changed what an object holds."""
@@ -395,76 +372,26 @@ class _Recipes:
             return True
         if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
             return False
-        if self._changes(before):
-            return False
         if isinstance(after, _CONSTANT):
             return bool(identical(before) == identical(after))
-        if id(after) in self.known or not (
-            isinstance(after, (dict, *_ELEMENTS)) or is_plain(after)
-        ):
+        if isinstance(after, _Known | _Argument):
+            return bool(before == after)
+        if self._changes(before) or not self._is_new(after):
             return False
-        (shape, parts), (other, more) = _taken_apart(before), _taken_apart(after)
-        return shape == other and all(map(self._alike, parts, more))
+        (made, parts), (other, more) = self._content(before), self._content(after)
+        return made == other and all(map(self._alike, parts, more))
 
+    def _content(self, x: Any) -> tuple[bytes, list[Any]]:
+        """How an object would be made anew, by itself."""
+        pickler = _Pickler(self.known - {id(x)}, self.arguments, self.changed)
+        pickler.where = self.where
+        pickler.dump(x)
+        return pickler.file.getvalue(), pickler.parts
 
-def _is_recipe(x: Any) -> bool:
-    return type(x) in (_New, _Again, _Argument, _Known)
-
-
-def _of_trace(recipe: Any) -> bool:
-    """Whether a tensor or a number of the trace is in what a recipe makes."""
-    if type(recipe) is _New:
-        return any(map(_of_trace, recipe.parts))
-    value = recipe.value if type(recipe) is _Known else recipe
-    return type(value) is Traced or python_numbers.is_input(value)
-
-
-def _any(_: Any) -> bool:
-    return True
-
-
-def _taken_apart(x: Any) -> tuple[_Shape, list[Any]]:
-    kind = type(x)
-    if isinstance(x, dict):
-        return _Shape(kind, tuple(x), getattr(x, "default_factory", None)), list(x.values())
-    if isinstance(x, _ELEMENTS):
-        return _Shape(kind, len(x), getattr(x, "maxlen", None)), list(x)
-    names = [*[n for n in slots_of(x) if hasattr(x, n)], *getattr(x, "__dict__", ())]
-    return _Shape(kind, tuple(names)), [getattr(x, n) for n in names]
-
-
-def _built(recipe: Any, made: dict[int, Any]) -> Any:
-    """The value of a recipe; made: by their numbers,
-    the objects of this call that have been made.
-    """
-    if type(recipe) is _Known:
-        return recipe.value
-    if type(recipe) is _Again:
-        return made[recipe.number]
-    if type(recipe) is _Argument:
-        return recipe.place.get()
-    if type(recipe) is not _New:
-        return recipe
-    kind, keys, extra = recipe.shape.kind, recipe.shape.keys, recipe.shape.extra
-    if issubclass(kind, tuple | frozenset):
-        parts = [_built(part, made) for part in recipe.parts]
-        made[recipe.number] = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-        return made[recipe.number]
-    new: Any = kind(maxlen=extra) if issubclass(kind, collections.deque) else kind.__new__(kind)
-    made[recipe.number] = new
-    parts = [_built(part, made) for part in recipe.parts]
-    if issubclass(kind, dict):
-        dict.update(new, zip(keys, parts, strict=True))
-        if extra is not None:
-            new.default_factory = extra
-    elif issubclass(kind, set):
-        new.update(parts)
-    elif issubclass(kind, list | collections.deque):
-        new.extend(parts)
-    else:
-        for name, part in zip(keys, parts, strict=True):
-            object.__setattr__(new, name, part)
-    return new
+    def is_of_trace(self, value: Any) -> bool:
+        """Whether a tensor or a number of the trace is in a value."""
+        parts = [x.value if type(x) is _Known else x for x in self._content(value)[1]]
+        return any(type(x) is Traced or python_numbers.is_input(x) for x in parts)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

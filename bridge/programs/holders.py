@@ -10,6 +10,7 @@ import array
 import collections
 import contextvars
 import copy
+import functools
 import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from bridge.convert import trees
 from bridge.programs.closure_scan import HOOKS, Found, is_ours, is_plain, of_library, slots_of
-from bridge.programs.code_names import stored_globals
+from bridge.programs.code_names import read_by
 from bridge.programs.places import VARIABLE, Context, DictOf, Entry, InArguments, Place, Slots
 
 #: Stands for what is not there.
@@ -234,28 +235,29 @@ class Draws(Holder):
     refused, whole = "draws from Python's or NumPy's random numbers", True
 
     def read(self, owner: Any) -> bytes:
-        return pickle.dumps(_state_of(owner))
+        return pickle.dumps(_state_of(owner)[0]())
 
     def differences(self, old: bytes, new: bytes) -> list[Difference]:
         return [] if old == new else [("replace", None, new)]
 
     def put(self, owner: Any, what: str, key: Any, value: bytes) -> None:
-        _set_state(owner, pickle.loads(value))
+        _state_of(owner)[1](pickle.loads(value))
 
 
-def _state_of(generator: Any) -> Any:
-    # of Python's, and of NumPy's own ones and its older class
-    for read in ("getstate", "get_state"):
+def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Reads and sets the state of a generator of Python's, of NumPy's older class or its own."""
+    for read, write in (("getstate", "setstate"), ("get_state", "set_state")):
         if hasattr(generator, read):
-            return getattr(generator, read)()
-    return generator.bit_generator.state
+            return getattr(generator, read), getattr(generator, write)
+    bits = generator.bit_generator
+    return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    for write in ("setstate", "set_state"):
-        if hasattr(generator, write):
-            return getattr(generator, write)(state)
-    generator.bit_generator.state = state
+class Gradient(Holder):
+    """The ``.grad`` of the tensor at a place."""
+
+    def put(self, owner: torch.Tensor, what: str, key: Any, value: torch.Tensor | None) -> None:
+        owner.grad = value
 
 
 class Hooks(Holder):
@@ -312,7 +314,7 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
             if id(cell) not in seen:
                 seen.add(id(cell))
                 yield Variable(Place(cell, None, VARIABLE + name), name)
-        if names := stored_globals(x):
+        if names := read_by(x.__code__).set_globals:
             yield Holder(Place(x.__globals__, None), "the global variable", names.__contains__)
     elif isinstance(x, contextvars.ContextVar):
         yield Variable(Context(x, None, f"the context variable {x.name}"), x.name)

@@ -378,15 +378,6 @@ class Found:
                 where = GradOf(place, name) if name == "grad" else read
                 _step(getattr(t, name), where, self, self.depth, None, name != "grad")
 
-    def visit_open(self) -> None:
-        """Note which attributes the objects have, if the function may read any, also one that is
-        not there yet.
-        """
-        if self._named is None:
-            self.sizes += [
-                (attributes, keys(x.__dict__), way) for x, attributes, way in self._objects
-            ]
-
     @property
     def _named(self) -> set[str] | None:
         """Names of attributes that the function, and the methods that it calls, may read; None if
@@ -497,7 +488,8 @@ def scan(*roots: Any, deeper: bool = False) -> Found:
     found.visit_named()
     found.visit_tensors()
     found.visit_named()
-    found.visit_open()
+    if found._named is None:  # it may read any attribute, also one that is not there yet
+        found.sizes += [(place, keys(x.__dict__), way) for x, place, way in found._objects]
     return found
 
 
@@ -724,6 +716,8 @@ _IN_MEMORY = io.StringIO | io.BytesIO
 _READING = frozenset({"read", "read1", "readinto", "readline", "readlines", "next"})
 
 
+#: The cell of a variable that is not bound: no other cell is equal to it.
+_UNBOUND = types.CellType()
 #: Types that are compared by content.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _MAPPINGS, _BUFFERS = (dict, types.MappingProxyType), (bytearray, array.array, memoryview)
@@ -837,32 +831,23 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     if isinstance(x, types.FunctionType):
         ours = is_ours(_defined_in(x))
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                yield (
-                    True,
-                    Asked(
-                        functools.partial(_is_unbound, cell),
-                        None,
-                        f"whether the variable {name} is not bound",
-                    ),
-                )
+            if cell == _UNBOUND:
+                unbound = functools.partial(operator.eq, cell, _UNBOUND)
+                yield True, Asked(unbound, None, f"whether the variable {name} is not bound")
                 continue
+            content = cell.cell_contents
             if _defined_in(x) == "functools" and isinstance(content, weakref.WeakKeyDictionary):
                 continue  # what singledispatch has found already
             # our own variables are bound once
             yield content, Place(content, None) if ours else Place(cell, None, VARIABLE + name)
-        inside = ours or _installed(x.__module__)  # globals of its module are not the user's
-        for name in () if inside else read_by(x.__code__).globals:
-            if name in x.__globals__:
-                yield x.__globals__[name], Place(x.__globals__, name, GLOBAL)
-        for name in () if inside else read_by(x.__code__).imports:
-            if name in sys.modules:
-                yield sys.modules[name], Place(sys.modules[name], None)
-        for name in () if inside else ("__defaults__", "__kwdefaults__"):
-            if getattr(x, name):
-                yield getattr(x, name), Place(Slots(x), name, x.__name__)
+        if not ours and not _installed(x.__module__):  # globals of its module are the user's
+            there, read = x.__globals__, read_by(x.__code__)
+            yield from [(there[n], Place(there, n, GLOBAL)) for n in read.globals if n in there]
+            imported = [sys.modules[n] for n in read.imports if n in sys.modules]
+            yield from [(module, Place(module, None)) for module in imported]
+            for name in ("__defaults__", "__kwdefaults__"):
+                if getattr(x, name):
+                    yield getattr(x, name), Place(Slots(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
             yield (
                 x.__wrapped__,
@@ -926,13 +911,6 @@ def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
         yield there(), Asked(there, name, type(x).__name__)
         if there():
             yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
-
-
-def _is_unbound(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
 
 
 def of_library(module: str | None) -> bool:

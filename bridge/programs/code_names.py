@@ -54,10 +54,14 @@ class Read(NamedTuple):
 def read_by(code: types.CodeType) -> Read:
     steps = list(dis.get_instructions(code))
     names, optional = list(code.co_names), []
-    loaded = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    globals_read = [s.argval for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     imports = [s.argval for s in steps if s.opname == "IMPORT_NAME"]
     named = [s for s in steps if s.opcode in dis.hasname]
     stored = [s.argval for s in named if s.opname.startswith(_STORING)]
+    only_stored = {*stored}.difference(
+        [s.argval for s in named if not s.opname.startswith(_STORING)]
+    )
+    set_globals = [s.argval for s in named if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
     steps = [s for s in steps if s.opname not in ("CACHE", "PUSH_NULL", "NOP")]
     reads = [(s.argval, steps[i + 1 : i + 5]) for i, s in enumerate(steps) if _reads(s)]
     for i, s in enumerate(steps):
@@ -69,16 +73,8 @@ def read_by(code: types.CodeType) -> Read:
     opened = [*[name for name, then in reads if _opens(then)], *anywhere]
     added = [*[name for name, then in reads if _adds(then)], *map(entry_of, anywhere)]
     used = [n for n, then in reads if not (_opens(then) or _adds(then) or _adds_somewhere(then))]
-    set_globals = [s.argval for s in named if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
-    only_stored = {*stored}.difference(
-        [s.argval for s in named if not s.opname.startswith(_STORING)]
-    )
     for i, step in enumerate(steps):
-        if (
-            step.opname == "LOAD_ATTR"
-            and step.argval == "grad"
-            and not (sys.version_info >= (3, 12) and step.arg & 1)
-        ):
+        if step.opname == "LOAD_ATTR" and step.argval == "grad" and _reads(step):
             names.append(GRAD)
         if step.argval in _BY_STRING and step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name = _second_argument(steps[i + 1 :])
@@ -88,33 +84,16 @@ def read_by(code: types.CodeType) -> Read:
                 optional.append(name)
             elif code.co_name != "__getattr__":  # which passes on a name that other code contains
                 names.append("__dict__")
+    loaded: list[str] = []
+    every = [names, globals_read, optional, imports, loaded]
+    every += [stored, used, opened, added, set_globals]
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            inner = read_by(const)
-            names += inner.names
-            loaded += inner.globals
-            optional += inner.optional
-            imports += inner.imports
-            stored += inner.stored
-            used += inner.used
-            opened += inner.opened
-            added += inner.added
-            set_globals += inner.set_globals
-            only_stored.difference_update(inner.loaded)
+            for mine, inner in zip(every, read_by(const), strict=True):
+                mine.extend(inner)
     names += optional
-    read = [n for n in names if n not in only_stored]
-    every = (
-        names,
-        loaded,
-        optional,
-        imports,
-        read,
-        stored,
-        used + optional,
-        opened,
-        added,
-        set_globals,
-    )
+    used += optional
+    loaded += [n for n in names if n not in only_stored]
     return Read(*[tuple(dict.fromkeys(x)) for x in every])
 
 
@@ -196,8 +175,3 @@ def _second_argument(steps: list[dis.Instruction]) -> str | None:
         elif second is not None and before > depth == 2:  # it was computed
             second = step
     return None
-
-
-def stored_globals(function: types.FunctionType) -> tuple[str, ...]:
-    """The names of global variables that a function sets or deletes, or one inside it."""
-    return read_by(function.__code__).set_globals

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,6 @@ from bridge.xla.block_calls import rows
 # how often a function is traced to find its captured tensors: those that one trace finds may lead
 # the next to more
 _TRACES = 8
-_ASKED_BY = 32  # how often it is traced to find what it asks for gradients by
 _APART = 3  # after so many traces that a loop was not possible for, all blocks run one by one
 _ASKED = 1 << 16  # elements of a captured tensor whose values a function may ask for
 SEEDS = 8  # how many torch generators a program may draw from, including the default one
@@ -184,11 +183,6 @@ class Program:
         wanted = sum(1 << i for i in inputs)
         return [k and bool(s & wanted) for k, s in zip(self.kinds, self.sources, strict=True)]
 
-    @property
-    def stacks(self) -> bool:
-        """Whether it has loops over blocks, whose gradients are computed as stacks."""
-        return any(eqn.primitive is stack_p for eqn in self.jaxpr.jaxpr.eqns)
-
     def packing(self) -> Packing | None:
         return Packing.of(self.jaxpr.jaxpr)
 
@@ -270,8 +264,9 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             found = closure_scan.scan(*roots, deeper=attempt > 0)
             for reason in found.refused():
                 raise CalledItself(reason)
-            extra = [name for x in call.leaves if is_array(x) for name in _extra(x)]
-            if not found.code["loaded"].isdisjoint(extra):
+            plain = [x for x in call.arrays if type(x) in (torch.Tensor, torch.nn.Parameter)]
+            public = [name for x in plain for name in vars(x) if not name.startswith("_")]
+            if not found.code["loaded"].isdisjoint(public):  # itself, and not only any attribute
                 raise CalledItself("it reads an attribute that a tensor among its arguments has")
             candidates = [
                 (t, place)
@@ -287,7 +282,11 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
             for i in call.where
             if isinstance(call.leaves[i], torch.Tensor)
         ]
-        grads = _gradients([*candidates, *new, *given])
+        grads = {
+            id(t.grad): (t.grad, GradOf(place, "grad"))
+            for t, place in [*candidates, *new, *given]
+            if t.is_leaf and t.grad is not None and tensors.crosses(t.grad)
+        }
         candidates += [(t, place) for t, place in new if id(t) not in grads]
         every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
         program, missing = _traced(
@@ -307,22 +306,6 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
     )
 
 
-def _extra(x: Any) -> Iterable[str]:
-    """The names of the public attributes that a tensor has been given."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return [n for n in vars(x) if not n.startswith("_")] if plain else ()
-
-
-def _gradients(
-    found: Sequence[tuple[torch.Tensor, Place]],
-) -> dict[int, tuple[torch.Tensor, Place]]:
-    """By id, the ``.grad`` of each of these tensors, with its place."""
-    grads = [
-        (t.grad, GradOf(place, "grad")) for t, place in found if t.is_leaf and t.grad is not None
-    ]
-    return {id(t): (t, place) for t, place in grads if tensors.crosses(t)}
-
-
 def _traced(
     fn: Callable[..., Any],
     call: Call,
@@ -330,65 +313,45 @@ def _traced(
     found: closure_scan.Found,
     donated: Sequence[int],
 ) -> tuple[Program, list[torch.Tensor]]:
-    """``trace``; what the function asks torch's autograd for gradients by requires grad from its
-    beginning on.
+    """``trace``, again until it is told enough.
+
+    What the function asks torch's autograd for gradients by requires grad from its beginning on.
+    If it asks for the values of small captured tensors without a derivative, these become
+    constants: masks and indices alone are tried first, which change more rarely than other tensors
+    do. Lists of blocks that no loop runs through run one by one.
     """
-    leaves: frozenset[int] = frozenset()
-    apart: list[Sequence[torch.nn.Module]] = []  # the blocks of lists that no loop runs through
-    for _ in range(_ASKED_BY):
-        try:
-            return _with_constants(fn, call, candidates, found, donated, leaves, apart)
-        except AskedForGradients as asked:
-            leaves |= asked.numbers
-        except blocks.OneByOne as other:
-            apart.append(other.blocks)
-    return _with_constants(fn, call, candidates, found, donated, leaves, None)
-
-
-def _with_constants(
-    fn: Callable[..., Any],
-    call: Call,
-    candidates: list[tuple[torch.Tensor, Place]],
-    found: closure_scan.Found,
-    donated: Sequence[int],
-    leaves: frozenset[int],
-    apart: Sequence[Sequence[torch.nn.Module]] | None,
-) -> tuple[Program, list[torch.Tensor]]:
-    """``trace``; if the function asks for the values of small captured tensors without a
-    derivative, these become constants.
-
-    Masks and indices alone are tried first: they change more rarely than other tensors do.
-
-    apart: the blocks that no loop runs through; None: all.
-    """
-    one_by_one = (
-        donated
-        or apart is None
-        or len(apart) >= _APART
-        or not all(isinstance(x, torch.Tensor) for x in call.arrays)
-    )
-    # programs without tiers would copy the parameters of a loop
-    modules = () if one_by_one else found.modules.values()
-
-    def looped(*args: Any, **kwargs: Any) -> Any:
-        with blocks.deep_lists(modules, apart or ()):
-            return fn(*args, **kwargs)
-
     small = [
         (t, place)
         for t, place in candidates
         if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided
     ]
     whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
-    attempt = functools.partial(
-        trace, looped, call, candidates, found, donated=donated, leaves=leaves
-    )
-    for constant, other in (([], whole or small), (whole, small)):
-        if len(constant) < len(other):
-            with contextlib.suppress(DataDependentError):
-                return attempt(constant=constant)
-    # what is refused here depends on more than captured tensors
-    return attempt(constant=small)
+    leaves: frozenset[int] = frozenset()
+    constant: list[tuple[torch.Tensor, Place]] = []
+    apart: list[Sequence[torch.nn.Module]] = []  # the blocks of lists that no loop runs through
+    # programs without tiers would copy the parameters of a loop
+    tiered = not donated and all(isinstance(x, torch.Tensor) for x in call.arrays)
+
+    def looped(*args: Any, **kwargs: Any) -> Any:
+        modules = found.modules.values() if tiered and len(apart) < _APART else ()
+        with blocks.deep_lists(modules, apart):
+            return fn(*args, **kwargs)
+
+    while True:
+        try:
+            return trace(
+                looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
+            )
+        except DataDependentError:
+            if len(constant) == len(small):
+                raise  # what is refused here depends on more than captured tensors
+            constant = small if constant or not whole else whole
+        except AskedForGradients as asked:
+            if asked.numbers <= leaves:
+                raise
+            leaves |= asked.numbers
+        except blocks.OneByOne as other:
+            apart.append(other.blocks)
 
 
 def aval(x: torch.Tensor | jax.Array) -> jax.ShapeDtypeStruct:
@@ -776,6 +739,8 @@ def in_two(
     takes, and says which of the program's inputs the pullback holds, perhaps in another shape.
     """
     jaxpr = program.whole().jaxpr.jaxpr
+    # the gradients of loops over blocks are computed as stacks
+    looped = any(eqn.primitive is stack_p for eqn in jaxpr.eqns)
     both = products.rearranging(differentiated(program, active), jaxpr)
     pull = products.rearranging(pull_back, jaxpr)
     tree: list[Any] = []
@@ -783,26 +748,21 @@ def in_two(
     split: list[bool] = []
 
     def run(inputs: Sequence[Any], random: Any) -> Any:
-        if not program.stacks:
+        if looped:
+            closed, shapes = jax.make_jaxpr(both, return_shape=True)(inputs, random)
+            values = jax.core.eval_jaxpr(
+                closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random))
+            )
+            outs, rest, pullback = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        else:
             outs, rest, pullback = both(inputs, random)
-            held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
-            return outs, rest, held
-        closed, shapes = jax.make_jaxpr(both, return_shape=True)(inputs, random)
-        each = rows(closed.jaxpr)[0]
-        values = jax.core.eval_jaxpr(
-            closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random))
-        )
-        outs, rest, pullback = jax.tree.unflatten(jax.tree.structure(shapes), values)
-        held, tree[:] = (found := jax.tree_util.tree_flatten(pullback))[0], [found[1]]
-        split[:] = [
-            not isinstance(v, Literal) and v in each
-            for v in closed.jaxpr.outvars[len(values) - len(held) :]
-        ]
-        return (
-            outs,
-            rest,
-            [unstacked(v) if apart else v for v, apart in zip(held, split, strict=True)],
-        )
+        held, structure = jax.tree.flatten(pullback)
+        tree[:] = [structure]
+        if looped:
+            each, last = rows(closed.jaxpr)[0], closed.jaxpr.outvars[len(values) - len(held) :]
+            split[:] = [not isinstance(v, Literal) and v in each for v in last]
+            held = [unstacked(v) if apart else v for v, apart in zip(held, split, strict=True)]
+        return outs, rest, held
 
     def back(held: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         if split:

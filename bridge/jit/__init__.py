@@ -5,7 +5,7 @@ shapes, dtypes and static values.
   them a call runs.
 - ``program``: a function traced into one JAX program, whose captured tensors are inputs.
 - ``compiled``: a compiled program, called with torch tensors or jax.Arrays.
-- ``attributes``: what the function sets beside its result, in modules, ``.grad`` and optimizers.
+- ``effects``: what the function changes beside its result: Python objects, modules, ``.grad``.
 - ``autograd``: such a call as one node of torch's graph.
 - ``simplify``: removes what a program need not compute.
 - ``explaining``: says in sentences why a program was compiled.

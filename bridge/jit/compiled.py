@@ -447,12 +447,10 @@ class Compiled:
             return tensors.view(outs[0], self.layouts[0])
         if self.packing:
             results = self.packing.unpack(outs, self.device, len(program.jaxpr.jaxpr.outvars))
-        elif self.runs_on.type != "cpu":  # torch's stream waits for them
-            results = tensors.views(outs, self.layouts, self.device)
         else:
             # converting them while the program runs takes a core from it, and costs more than it
-            # saves
-            for v in outs:
+            # saves; elsewhere torch's stream waits for them
+            for v in outs if self.runs_on.type == "cpu" else ():
                 v.block_until_ready()
             results = tensors.views(outs, self.layouts, self.device)
         if self.donated:
@@ -559,13 +557,9 @@ class Compiled:
                 active,
                 Compiled(program, call, True, (), tiered=self.tiered, pure=self.pure, given=every),
             )
-        return self.backward[active].called(every)
-
-    def called(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """Run a program without captured tensors, writes and draws on these inputs."""
-        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in inputs]
-        grads = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
-        return self.call(inputs, values, [], grads)
+        values = [tensors.to_jax(x) if isinstance(x, torch.Tensor) else x for x in every]
+        grads = any(isinstance(x, torch.Tensor) and x.requires_grad for x in every)
+        return self.backward[active].call(every, values, [], grads)
 
     def pair(self, active: tuple[int, ...]) -> Pair:
         """The forward and backward passes for these inputs; each is compiled at its first call."""

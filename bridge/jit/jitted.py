@@ -69,8 +69,7 @@ class _Family:
     that have changed since the first program.
     """
 
-    changing: frozenset[int] = frozenset()  # which of the numbers are inputs of the next program
-    #: and of those before it, in the order in which they became so
+    #: which of the numbers are inputs of programs, in the order in which they became so
     ways: list[frozenset[int]] = dataclasses.field(default_factory=lambda: [frozenset()])
     # the numbers whose values the function asks for
     by_value: set[int] = dataclasses.field(default_factory=set)
@@ -126,7 +125,7 @@ class _Family:
             and type(now := guards.current(place)) is type(x)
             and identical(now) != identical(x)
         }
-        if not new:
+        if not new or len(self.counters) + len(new) > python_numbers.SLOTS:
             return
         self.counters += new.values()
 
@@ -164,7 +163,7 @@ class _Family:
             for k, (x, y) in enumerate(zip(numbers, others, strict=True))
             if type(x) in (int, float) and type(x) is type(y) and identical(x) != identical(y)
         }
-        return frozenset((self.changing | differ) - self.by_value)
+        return frozenset((self.ways[-1] | differ) - self.by_value)
 
     def reference(
         self, numbers_in: Inputs | None = None, numbers: Sequence[Any] = ()
@@ -492,7 +491,10 @@ class Jitted:
                     family.references.append((numbers, entry))
             entry.used = next(self._clock)
             sub = family.key(numbers, entry.changing)
-            self._describe(entry, key, call)
+            entry.facts = explaining.facts(call, key, entry)
+            others = [(e.facts, e.program.guards) for *_, e in self._entries()]
+            entry.why = explaining.reason(entry.facts, others)
+            explaining.say(self, f"a program was compiled: {entry.why}")
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
             self._families.setdefault(key, family)  # it may have been dropped in the meantime
             self._limit()
@@ -539,11 +541,11 @@ class Jitted:
                 program,
                 inner,
                 torch_out,
-                numbers_in,
-                numbered,
-                changing,
-                call.arrays,
-                [*family.counters],
+                numbers=numbers_in,
+                numbered=numbered,
+                changing=changing,
+                given=call.arrays,
+                counters=[*family.counters],
             )
             entry.traced = traced
             found = family.reference(numbers_in, numbers)
@@ -561,32 +563,15 @@ class Jitted:
         family.by_value |= numbers_in.asked if right else changing
         if not right:
             return None
-        family.changing = changing
         if changing not in family.ways:
             family.ways.append(changing)
         return entry
 
-    def _compiled(self, program: Program, call: Call, torch_out: bool, *numbers: Any) -> Compiled:
+    def _compiled(self, program: Program, call: Call, torch_out: bool, **numbers: Any) -> Compiled:
         """The program with what its calls need; numbers: as for Compiled, if some are inputs."""
         donated = self._donated(call, program)
         tiered = torch_out and not donated
-        names = ("numbers", "numbered", "changing", "given", "counters")
-        return Compiled(
-            program,
-            call,
-            torch_out,
-            donated,
-            tiered=tiered,
-            stored=tiered,
-            **dict(zip(names, numbers, strict=False)),
-        )
-
-    def _describe(self, entry: Compiled, key: Any, call: Call) -> None:
-        """Write down the conditions of the program, and why none of the existing programs fits."""
-        every = [e for *_, e in self._entries()]
-        entry.facts = explaining.facts(call, key, entry)
-        entry.why = explaining.reason(entry.facts, [(e.facts, e.program.guards) for e in every])
-        explaining.say(self, f"a program was compiled: {entry.why}")
+        return Compiled(program, call, torch_out, donated, tiered=tiered, stored=tiered, **numbers)
 
     def _entries(self) -> list[tuple[Any, Any, Compiled]]:
         """All programs, each with the key of its family and its key in there."""

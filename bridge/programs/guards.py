@@ -22,7 +22,7 @@ from bridge import private
 from bridge.cache_keys import identical
 from bridge.process import process
 from bridge.programs import closure_scan
-from bridge.programs.places import Entry, GradOf, Place, Slots
+from bridge.programs.places import Asked, Entry, GradOf, Place, Slots
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import is_input
 
@@ -79,7 +79,8 @@ def ambient() -> tuple[Any, ...]:
         torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
         # the function may enter autocast itself
         autocast() if private.any_autocast() else torch.get_autocast_dtype("cpu"),
-        _modes() if private.function_modes() else None,
+        tuple([private.default_device_of(m) or identical(m) for m in private.function_mode_stack()])
+        or None,
         tuple(map(tuple, private.GLOBAL_HOOKS)) if any(private.GLOBAL_HOOKS) else None,
         private.saved_tensor_hooks() is not None,
         scores,
@@ -126,11 +127,6 @@ def within_autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_cache_enabled(cached)
-
-
-def _modes() -> tuple[Any, ...]:
-    modes = private.function_mode_stack()
-    return tuple([private.default_device_of(m) or identical(m) for m in modes])
 
 
 # -- of one program --------------------------------------------------------------------------------
@@ -187,22 +183,12 @@ class Guards:
     ) -> None:
         self.there = there
         self.asked = [(place, _content(t)) for t, place in asked]
-        self.modules: list[
-            tuple[dict[str, Any], str, bool, list[tuple[str, Any]], tuple[int, ...], Any]
-        ] = []
-        for m in found.modules.values():
-            d = m.__dict__
-            if all(name in d for name in _MODULE):  # not ScriptModules
-                self.modules.append(
-                    (
-                        d,
-                        type(m).__name__,
-                        m.training,
-                        [*d["_modules"].items()],
-                        _hooks(d),
-                        d.get("forward"),
-                    )
-                )
+        modules = [(type(m).__name__, m.__dict__) for m in found.modules.values()]
+        self.modules = [
+            (d, name, d["training"], [*d["_modules"].items()], _hooks(d), d.get("forward"))
+            for name, d in modules
+            if all(name in d for name in _MODULE)  # not ScriptModules
+        ]
         self.objects = [
             (owner, cls, d)
             for owner, cls, d in found.objects()
@@ -253,26 +239,23 @@ class Guards:
                 x = owner()
                 if type(x) is not cls or (d is not None and x.__dict__ is not d):
                     return False
-        except GONE_ERRORS:
-            return False
-        for d, _, training, children, hooks, forward in self.modules:
-            if (
-                d["training"] is not training
-                or d.get("forward") is not forward
-                or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
-                or (
-                    (
-                        hooks
-                        or d["_forward_hooks"]
-                        or d["_forward_pre_hooks"]
-                        or d["_backward_hooks"]
-                        or d["_backward_pre_hooks"]
+            for d, _, training, children, hooks, forward in self.modules:
+                if (
+                    d["training"] is not training
+                    or d.get("forward") is not forward
+                    or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
+                    or (
+                        (
+                            hooks
+                            or d["_forward_hooks"]
+                            or d["_forward_pre_hooks"]
+                            or d["_backward_hooks"]
+                            or d["_backward_pre_hooks"]
+                        )
+                        and _hooks(d) != hooks
                     )
-                    and _hooks(d) != hooks
-                )
-            ):
-                return False
-        try:
+                ):
+                    return False
             for function, code in self.codes:
                 if function().__code__ is not code:
                     return False
@@ -340,15 +323,10 @@ class Guards:
                     f"now are numbers {_hooks(d)}"
                 )
         for owner, cls, d in self.objects:
-            try:
-                x = owner()
-            except GONE_ERRORS:
-                x = None
+            x = current(Asked(owner, None))
             if type(x) is not cls:
-                yield (
-                    f"an object of the class {cls.__name__} now is "
-                    f"{'gone' if x is None else f'of the class {type(x).__name__}'}"
-                )
+                now = "gone" if x is None or x is GONE else f"of the class {type(x).__name__}"
+                yield f"an object of the class {cls.__name__} now is {now}"
             elif d is not None and x.__dict__ is not d:
                 yield f"the __dict__ of an object of the class {cls.__name__} was replaced"
         for place, child in self.places:
@@ -486,11 +464,8 @@ def _grouped(
         )
         for c, values in groups.values()
     ]
-    return [g for g in every if not _is_place(g[0])], [g for g in every if _is_place(g[0])], single
-
-
-def _is_place(x: Any) -> bool:
-    return isinstance(x, Place)
+    nested = [group for group in every if isinstance(group[0], Place)]
+    return [group for group in every if not isinstance(group[0], Place)], nested, single
 
 
 def _mode(training: bool) -> str:

@@ -205,6 +205,30 @@ def test_a_new_container_is_of_the_kind_that_the_function_makes() -> None:
         assert type(kept.b) is Pair and same(kept.b.second, x * 2)  # type: ignore[attr-defined]
 
 
+class Named(dict[str, torch.Tensor]):
+    name = ""
+
+
+def test_a_new_dict_has_the_order_and_the_attributes_that_the_function_gives_it() -> None:
+    kept = Kept()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.a = collections.OrderedDict(b=x, a=x * 2)
+        kept.b = Named(x=x)
+        kept.b.name = "state"
+        return x + 1
+
+    compiled = jit(fn)
+    for x in INPUTS:
+        compiled(x)
+        assert type(kept.a) is collections.OrderedDict
+        assert [*kept.a] == ["b", "a"]
+        assert same(kept.a["a"], x * 2)
+        assert type(kept.b) is Named
+        assert kept.b.name == "state"
+        assert same(kept.b["x"], x)
+
+
 def test_a_log_of_several_entries_needs_no_program_for_each_call() -> None:
     log = {"loss": [], "steps": 0, "last": None, "norms": {"x": [], "y": []}}
     every: collections.defaultdict[str, list[torch.Tensor]] = collections.defaultdict(list)

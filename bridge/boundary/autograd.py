@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import torch
+from jax.extend.core import jaxpr_as_fun
 
 from bridge import private
 from bridge.boundary.results import Computation, Result, conj, inexact_dtype, pick
 from bridge.convert import tensors
 from bridge.lowering.common import varying
 from bridge.trace import tracing
+from bridge.trace.requires_grad import flow
 from bridge.trace.storage import Node
 
 #: The type of ``calls.apply``, which runs a computation on torch tensors. ``calls`` imports this
@@ -188,15 +191,19 @@ class _Attached(Untransformed):
             [inexact_dtype(t.dtype) for t in outs],
         )
         ctx.save_for_backward(*watched)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*pick(outs, [not kind for kind in ctx.kinds]))
         return tuple(outs)
 
     @staticmethod
     @private.opaque
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         watched = ctx.saved_tensors
-        cts = pick(cotangents, ctx.kinds)
+        used = [c is not None for c in cotangents]
+        cts = pick(cotangents, used)
         n = len(watched)
+        # which of them the outputs depend on: the others have no gradient, and not one of zeros
+        needed: list[bool] = []
 
         def back(values: list[Any]) -> Result:
             def pure(*active: jax.Array) -> list[Any]:
@@ -217,12 +224,18 @@ class _Attached(Untransformed):
                             for x in ctx.leaves
                         ]
                     )
-                return pick(result.values[: len(ctx.kinds)], ctx.kinds)
+                return pick(result.values[: len(used)], used)
 
-            _, pull = varying.vjp(pure, *values[:n])
-            return Result([conj(g) for g in pull([conj(c) for c in values[n:]])])
+            closed = jax.make_jaxpr(pure)(*values[:n])
+            if not needed:
+                bits = flow(closed.jaxpr, [1 << i for i in range(n)], True)
+                every = functools.reduce(operator.or_, bits, 0)
+                needed.extend(bool(every & 1 << i) for i in range(n))
+            _, pull = varying.vjp(jaxpr_as_fun(closed), *values[:n])
+            return Result([conj(g) for g in pick(pull([conj(c) for c in values[n:]]), needed)])
 
-        grads, _ = ctx.again(back, [*watched, *cts])
+        found = iter(ctx.again(back, [*watched, *cts])[0])
+        grads = [next(found) if here else None for here in needed]
         return (None, None, None, None, None, *grads)
 
 

@@ -717,3 +717,37 @@ def test_arguments_that_the_function_makes_require_grad(name):
         return found
 
     torch.testing.assert_close(run(jit), run(lambda f: f), equal_nan=True)
+
+
+FORCES = {
+    "jvp": lambda T, f, x: T.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda T, f, x: T.vmap(T.jacfwd(f))(x),
+    "jacrev": lambda T, f, x: T.vmap(T.jacrev(f))(x),
+    "grad": lambda T, f, x: T.grad(lambda x: f(x).sum())(x),
+    "hessian": lambda T, f, x: T.vmap(T.hessian(lambda x: f(x).sum()))(x),
+    "one of two": lambda T, f, x: T.grad_and_value(lambda x: f(x).sum())(x)[0],
+}
+
+
+@pytest.mark.parametrize("name", FORCES)
+def test_parameters_on_which_a_force_does_not_depend_are_not_changed(name):
+    """AdamW would decay a last bias that had a gradient of zeros."""
+
+    def trained(T, wrap):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = FORCES[name](T, net, x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        call = wrap(step)
+        losses = [call(torch.linspace(-1, k, 6).double().reshape(3, 2)) for k in range(3)]
+        assert net[2].bias.grad is None
+        return losses, [p.detach() for p in net.parameters()]
+
+    torch.testing.assert_close(trained(torchfunc_jax, jit), trained(torch.func, lambda f: f))

@@ -355,7 +355,7 @@ def call(
     try:
         out, after = plain(run)(*arrays)
     except NoKeyError as error:
-        raise error.__cause__ from None
+        raise error.reason from None
     for name, value in after.items():
         if isinstance(value, torch.Tensor):  # inside of a transform
             wide = buffers[name].dtype if name in buffers else value.dtype

@@ -165,9 +165,15 @@ _SEEDED = (
 
 
 class NoKeyError(RuntimeError):
-    """The function that gives the key of a random operator raised this error's cause; torch's
-    operators do not raise this class.
+    """The function that gives the key of a random operator raised ``reason``; torch's operators do
+    not raise this class.
+
+    ``reason`` is kept beside ``__cause__``, which those who pass the error on may set.
     """
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 @contextlib.contextmanager

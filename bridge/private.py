@@ -227,11 +227,13 @@ def opaque(
     dynamo. These are the marks that dynamo looks for: the attribute when it meets a call, the
     strategy when it would compile a frame. They make calls no slower.
     """
-    frames = torch._C._dynamo.eval_frame
-    # the frame, and the frames that it calls; of a decorated function that of its own, because all
-    # functions with this decorator share the code around it
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(inspect.unwrap(function).__code__, skip)
+    # a version without strategies has the attributes below, which break the graph at a call
+    with contextlib.suppress(AttributeError):
+        frames = torch._C._dynamo.eval_frame
+        # the frame, and the frames that it calls; of a decorated function that of its own, because
+        # all functions with this decorator share the code around it
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(inspect.unwrap(function).__code__, skip)
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return function
 

@@ -185,12 +185,12 @@ class _Returned(nn.Module):
 #: What makes a module; how many programs six calls need.
 STATES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "initialized by the first batch": (_Initialized, 2),
-    "an average": (_Averaged, 4),
+    "an average": (_Averaged, 6),
     "an exponential average": (
         lambda: _Averaged(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
-        4,
+        6,
     ),
-    "an average with buffers": (lambda: _Averaged(use_buffers=True), 4),
+    "an average with buffers": (lambda: _Averaged(use_buffers=True), 6),
     "a count that is returned": (_Returned, 3),
     "BatchNorm without a momentum": (lambda: nn.BatchNorm1d(2, momentum=None), 1),
 }
@@ -201,7 +201,7 @@ def test_a_state_that_is_asked_for_and_changed(name: str) -> None:
     make, programs = STATES[name]
     mine, theirs = make(), make()
     jitted = jit(mine)
-    for k in range(6):
+    for k in range(8):
         x = torch.tensor([[1.0, 2.0], [3.0, 5.0]]) * (k + 1)
         torch.testing.assert_close(jitted(x), theirs(x))
         torch.testing.assert_close([*mine.buffers()], [*theirs.buffers()])

@@ -99,7 +99,6 @@ def enter_function_modes(modes: Iterable[TorchFunctionMode]) -> None:
 #: size and a randomness. Each gives its level.
 grad_level = _named("torch._functorch.eager_transforms.grad_increment_nesting")
 vmap_level = _named("torch._functorch.vmap.vmap_increment_nesting")
-
 #: A lane of a tensor that a vmap maps over a dimension, at the vmap's level; all lanes of one:
 #: (tensor, level, size, where they lie).
 lane, all_lanes = (
@@ -759,7 +758,10 @@ def state_question() -> Callable[[], bool]:
     The public functions ask for each of them and take five times as long. Autocast's dtypes are
     compared only for devices on which it is on.
     """
-    return torch._C._dynamo.guards.GlobalStateGuard().check
+    try:
+        return torch._C._dynamo.guards.GlobalStateGuard().check
+    except AttributeError:
+        return lambda: False  # it is not known
 
 
 def float32_precision() -> Any:

@@ -64,7 +64,8 @@ def takes_numpy() -> Callable[[Any], jax.Array] | None:
         return None
     sharding = jax.sharding.SingleDeviceSharding(found[0])
     aval = functools.lru_cache(4096)(jax.core.ShapedArray)
-    return lambda values: _jaxlib.batched_device_put(
+    put = _jaxlib.batched_device_put
+    return lambda values: put(
         aval(values.shape, values.dtype), sharding, [values], found, False, enable_x64=True
     )
 

@@ -88,7 +88,8 @@ def skip_setup_context(cls: type[torch.autograd.Function]) -> None:
 @functools.cache
 def _scripts() -> dict[type, Any]:
     """By a class of TorchScript's: its own call."""
-    return {kind: kind.__call__ for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)}
+    found = [getattr(torch._C, name, None) for name in ("ScriptFunction", "ScriptMethod")]
+    return {kind: kind.__call__ for kind in found if kind is not None}
 
 
 def answer_scripts(handler: Callable[..., Any] | None) -> None:

@@ -39,9 +39,15 @@ def _nested(value: Any) -> Iterator[Any]:
         value = value.val if hasattr(value, "val") else getattr(value, "primal", None)
 
 
-#: It has the functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the
-#: public ones take ten times as long.
-_jaxlib: Any = sys.modules["jaxlib._jax"]
+# The functions behind ``jax.dlpack.from_dlpack`` and ``__dlpack__``; the checks of the public ones
+# take ten times as long.
+@functools.cache
+def _dlpack() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    found: Any = sys.modules.get("jaxlib._jax")
+    try:
+        return found.dlpack_managed_tensor_to_buffer, found.buffer_to_dlpack_managed_tensor
+    except AttributeError:
+        return None
 
 
 def without_wrapper(executable: jax.stages.Compiled) -> Callable[..., Any]:
@@ -59,19 +65,20 @@ def takes_numpy() -> Callable[[Any], jax.Array] | None:
     """A function that gives the array with the memory of a NumPy array, which begins where XLA's
     arrays do; None if JAX has none.
     """
+    put: Any = getattr(sys.modules.get("jaxlib._jax"), "batched_device_put", None)
     found = jax.local_devices()
-    if len(found) > 1 or found[0].platform != "cpu":
+    if put is None or len(found) > 1 or found[0].platform != "cpu":
         return None
     sharding = jax.sharding.SingleDeviceSharding(found[0])
     aval = functools.lru_cache(4096)(jax.core.ShapedArray)
-    put = _jaxlib.batched_device_put
     return lambda values: put(
         aval(values.shape, values.dtype), sharding, [values], found, False, enable_x64=True
     )
 
 
-def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array:
-    """The array whose memory is in a DLPack capsule.
+def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> jax.Array | None:
+    """The array whose memory is in a DLPack capsule; None if this version of JAX has no such
+    function.
 
     Args:
         capsule: not used before; afterwards it is JAX's.
@@ -79,14 +86,18 @@ def from_capsule(capsule: Any, device: jax.Device, stream: int, kind: int) -> ja
         stream: JAX's own stream that waits for what writes to the memory.
         kind: DLPack's number for the kind of device.
     """
-    return _jaxlib.dlpack_managed_tensor_to_buffer(capsule, device, stream, None, kind)
+    functions = _dlpack()
+    return None if functions is None else functions[0](capsule, device, stream, None, kind)
 
 
 def to_capsule(array: Any, stream: int) -> Any:
     """A DLPack capsule with an array's memory; stream: another library's, which waits until the
     array is computed.
     """
-    return _jaxlib.buffer_to_dlpack_managed_tensor(array, stream=stream)
+    functions = _dlpack()
+    return (
+        array.__dlpack__(stream=stream) if functions is None else functions[1](array, stream=stream)
+    )
 
 
 def stop_at(value: jax.Array, probe: Any) -> jax.Array:

@@ -177,7 +177,8 @@ def _shared(t: torch.Tensor, waited: list[torch.device]) -> jax.Array:
         stream.wait_stream(torch.cuda.current_stream(t.device))
         waited.append(t.device)
     kind = _DLPACK_ROCM if torch.version.hip else _DLPACK_CUDA
-    return private_jax.from_capsule(torch.utils.dlpack.to_dlpack(t), device, pointer, kind)
+    array = private_jax.from_capsule(torch.utils.dlpack.to_dlpack(t), device, pointer, kind)
+    return jax.dlpack.from_dlpack(t.detach()) if array is None else array
 
 
 @functools.cache

@@ -109,7 +109,8 @@ class _Family:
 
     def _count(self, numbers: Sequence[Any]) -> None:
         for place, x in zip(self.counters, numbers, strict=True):
-            if x is not guards.GONE:
+            # a list may have become shorter
+            if x is not guards.GONE and guards.current(place) is not guards.GONE:
                 place.put(x)
 
     def watch(self) -> None:

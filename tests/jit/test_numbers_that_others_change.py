@@ -4,6 +4,8 @@ programs, wherever they are: beside the function without jit.
 
 from __future__ import annotations
 
+import collections
+import queue
 import types
 from collections.abc import Callable
 from typing import Any
@@ -220,6 +222,20 @@ def test_schedules_that_are_stepped_in_the_function(name: str) -> None:
         return [weight.detach(), optimizer.param_groups[0]["lr"], schedule.last_epoch]
 
     torch.testing.assert_close(trained(jit), trained(lambda f: f))
+
+
+@pytest.mark.parametrize("kind", ["deque", "list", "queue"])
+def test_numbers_that_are_taken_out_of_what_held_them(kind: str) -> None:
+    held: Any = queue.Queue() if kind == "queue" else collections.deque() if kind == "deque" else []
+    for k in range(9):
+        held.put(k) if kind == "queue" else held.append(k)
+    take = {
+        "deque": lambda: held.popleft(),
+        "list": lambda: held.pop(0),
+        "queue": lambda: held.get(),
+    }
+    f = jit(lambda x: x * take[kind]())
+    assert [float(f(torch.ones(()))) for _ in range(9)] == list(range(9))
 
 
 def test_a_number_that_becomes_something_else() -> None:

@@ -273,8 +273,9 @@ def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
     value = rule(*[o.value if type(o) is Number else o for o in operands])
     if all(n.inputs.closed for n in numbers):
         return value
-    if type(value) is bool:
-        numbers[0].inputs.answers[rule, *operands] = value
+    answers = numbers[0].inputs.answers
+    if type(value) is bool and len(answers) < SLOTS:  # a loop until n is 0 would have one each time
+        answers[rule, *operands] = value
         return value
     if type(value) is not float and type(value) is not int:
         return rule(*[o.asked() if type(o) is Number else o for o in operands])

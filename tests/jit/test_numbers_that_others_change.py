@@ -168,6 +168,17 @@ def test_a_comparison_of_a_number_needs_a_program_for_each_answer(
     assert len(fast.programs()) <= 2 * ways + 1
 
 
+def test_a_loop_until_a_number_is_zero() -> None:
+    @jit
+    def f(x: torch.Tensor, n: int) -> torch.Tensor:
+        while n > 0:
+            x, n = x + 1, n - 1
+        return x
+
+    for n in (3, 4, 200, 201, 700, 3, 200):
+        assert float(f(torch.zeros(()), n)) == n
+
+
 def test_steps_that_are_taken_every_third_time() -> None:
     weight, calls = nn.Parameter(torch.ones(3)), {"n": 0}
     optimizer = torch.optim.SGD([weight], lr=0.5)

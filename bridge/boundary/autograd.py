@@ -230,7 +230,8 @@ class _Attached(Untransformed):
             if not needed:
                 bits = flow(closed.jaxpr, [1 << i for i in range(n)], True)
                 every = functools.reduce(operator.or_, bits, 0)
-                needed.extend(bool(every & 1 << i) for i in range(n))
+                # in PyTorch, outputs that depend on none of them would not require grad
+                needed.extend(not every or bool(every & 1 << i) for i in range(n))
             _, pull = varying.vjp(jaxpr_as_fun(closed), *values[:n])
             return Result([conj(g) for g in pick(pull([conj(c) for c in values[n:]]), needed)])
 

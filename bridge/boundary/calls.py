@@ -112,11 +112,12 @@ class Traceable:
                 t.requires_grad_()
             leaves[i] = autograd.computed(t) if k in self.computed else numbered(t)
         args, kwargs = trees.unflatten(self.spec, with_twins(leaves))
+        given = [t.requires_grad for t in arguments]
         outs, meta = finish(self.fn(*args, **kwargs))
         self.flagged = [
             k
             for k, t in enumerate(arguments)
-            if k not in self.active and t.requires_grad and t.number not in level.root.leaves
+            if t.requires_grad and not given[k] and id(t) in level.root.flagged
         ]
         result = Result([value_of(t) for t in outs], meta)
         ways = [views_between(node_of(t)) for t in outs]

@@ -558,6 +558,8 @@ class _ValuesFromOutside(TorchFunctionMode):
         if func in _GRAD and state.level.root.grads is not None:
             state.level.root.grads.touch(args[0], func == _GRAD[0])
             return func(*args, **(kwargs or {}))
+        if func in _FLAG:
+            state.level.root.flagged.add(id(args[0]))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
         if (
@@ -608,6 +610,7 @@ class _ValuesFromOutside(TorchFunctionMode):
         raise tracing.unknown_value(f"{func.__name__}()")
 
 
+_FLAG = [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 _GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")]
 #: Functions that read the values of a tensor from outside, or call CUDA's own kernels, if no
 #: operand is traced; their rules do not.

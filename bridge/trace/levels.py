@@ -77,6 +77,8 @@ class Level:
     made: int = 0  # in a program: how many arguments and results the user's functions have got, and
     # the numbers of those that require grad, because the function asks for gradients by them
     leaves: frozenset[int] = frozenset()
+    # ids of the tensors whose flag requires_grad the function sets
+    flagged: set[int] = field(default_factory=set)
     # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch
     # tensors
     grads: Any = None

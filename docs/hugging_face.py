@@ -253,7 +253,7 @@ class Row(NamedTuple):
         parameters: how many numbers.
         outputs, gradients: the largest difference to float64, as a multiple of what float32 allows
             (``distance``).
-        seconds: the first call, and its backward pass.
+        seconds: of the processor, for the first call and its backward pass.
         problem: why there are no numbers; "" if there are.
     """
 
@@ -421,7 +421,8 @@ def page(rows: list[Row], generations: list[Generation]) -> str:
             f"Under `torchfunc_jax.jit`, {sum(row.right for row in rows)} of {len(rows)} "
             "architectures of Hugging Face's library, each as a small random model, have the same "
             "outputs, and the same gradients of all parameters, as in PyTorch. The numbers are "
-            f"{UNIT}. Outputs and caches are instances of the library's own classes. "
+            f"{UNIT}. Outputs and caches are instances of the library's own classes. The last "
+            "column is the processor time of all threads for the first call and its backward pass. "
             "[hugging_face.py](hugging_face.py) writes this page."
         ),
         "",

@@ -199,7 +199,8 @@ def jvp_with_argnums(
         given, at = values[width:], tuple(target.split(values))
         fitting = [t.astype(p.dtype) for t, p in zip(given, at, strict=True)]
         with forward_mode():
-            tangents = tuple(tie_tangents(fitting, at))
+            requires = [isinstance(p, torch.Tensor) and p.requires_grad for p in flat_primals]
+            tangents = tuple(tie_tangents(fitting, at, requires))
             outs, pushed = varying.jvp(lambda *diff: body(*diff)[0], at, tangents)
         pushed = _in_dtypes([o.dtype for o in outs], pushed)
         n = found[0].meta[1]

@@ -113,13 +113,15 @@ def _tied_strictly(out: Any, values: Any, no_grad: Sequence[int], level: Level) 
     return _tied(out, linked) if not no_grad and constant(out) else out
 
 
-def tie_tangents(tangents: Sequence[jax.Array], primals: Sequence[jax.Array]) -> list[jax.Array]:
+def tie_tangents(
+    tangents: Sequence[jax.Array], primals: Sequence[jax.Array], requires_grad: Sequence[bool]
+) -> list[jax.Array]:
     """The tangents of jvp's primals: in PyTorch, what is computed from one requires grad if its
     primal does.
     """
     return [
-        _tied(t, [p]) if depends(p) and _inexact(t) else t
-        for t, p in zip(tangents, primals, strict=True)
+        _tied(t, [p]) if r and depends(p) and _inexact(t) else t
+        for t, p, r in zip(tangents, primals, requires_grad, strict=True)
     ]
 
 

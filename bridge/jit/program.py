@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from torch.overrides import TorchFunctionMode
 
-from bridge import blocks, compiling, private
+from bridge import blocks, compiling, private, private_jax
 from bridge.boundary import meshes, shared_memory
 from bridge.boundary.calls import Call
 from bridge.boundary.results import (
@@ -51,7 +51,7 @@ from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
-from bridge.trace.stacks import stack_p, stacked, unstacked
+from bridge.trace.stacks import joined, stack_p, stacked, unstacked
 from bridge.trace.torch_random import AtEachCall, ByValue, Draw, Rewind, by_torch, made
 from bridge.trace.value_checks import Bounds, ends
 from bridge.transform_kinds import PLAIN
@@ -206,12 +206,14 @@ class Program:
         """This program, also if another process has stored it without its jaxpr."""
         return self
 
-    def run(self, inputs: Sequence[Any], random: Any) -> list[Any]:
+    def run(
+        self, inputs: Sequence[Any], random: Any, evaluate: Any = jax.core.eval_jaxpr
+    ) -> list[Any]:
         """Evaluate the program on JAX values: outputs, then written values. random: what ``random``
         or ``any_random`` gives.
         """
         seeds, numbers = (_ANY_SEEDS, []) if random is None else random
-        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *inputs, seeds, *numbers)
+        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, *inputs, seeds, *numbers)
 
     @property
     def is_random(self) -> bool:
@@ -664,7 +666,7 @@ class Packing:
 
     def pack(self, values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in self.singles] + [
-            jnp.stack([values[i] for i in g]) for g in self.groups
+            joined(*[values[i] for i in g]) for g in self.groups
         ]
 
     def unpack(
@@ -697,7 +699,7 @@ def forward(program: Program, packing: Packing | None) -> Callable[..., list[Any
         seen.add(id(v))
 
     def run(inputs: Sequence[Any], random: Any) -> list[Any]:
-        values = program.run(inputs, random)
+        values = program.run(inputs, random, private_jax.inlined)
         results = [jnp.copy(v) if c else v for v, c in zip(values[:count], copy, strict=True)]
         return (results if packing is None else packing.pack(results)) + ends(values[count:])
 
@@ -753,7 +755,7 @@ def in_two(
     def run(inputs: Sequence[Any], random: Any) -> Any:
         if looped:
             closed, shapes = jax.make_jaxpr(both, return_shape=True)(inputs, random)
-            values = jax.core.eval_jaxpr(
+            values = private_jax.inlined(
                 closed.jaxpr, closed.consts, *jax.tree.leaves((inputs, random))
             )
             outs, rest, pullback = jax.tree.unflatten(jax.tree.structure(shapes), values)

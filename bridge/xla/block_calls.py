@@ -303,7 +303,7 @@ def _small(
 
 
 def _evaluating(jaxpr: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
-    return lambda *operands: jax.core.eval_jaxpr(jaxpr, consts, *operands)
+    return lambda *operands: private_jax.inlined(jaxpr, consts, *operands)
 
 
 def _like(v: Any) -> jax.ShapeDtypeStruct:

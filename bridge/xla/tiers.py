@@ -157,9 +157,8 @@ class Once:
                         lowered = traced.lower()
                         self.name = executables.name_of(lowered, self._device)
                     kept = executables.found(self.name, False, self.stored)
-                    if kept is not None or (
-                        self.stored and calls is None and _small(traced.jaxpr.jaxpr)
-                    ):
+                    whole = self.stored and calls is None and not self.part
+                    if kept is not None or (whole and _small(traced.jaxpr.jaxpr)):
                         self.fast = False
                     elif calls is not None:
                         kept = executables.Kept(calls, False, 0.0)

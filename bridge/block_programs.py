@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from bridge.trace.torch_random import Draw
 from bridge.trace.tracing import Traced
 from bridge.transform_kinds import BLOCK, PLAIN
 
+_ASPECTS = "shape", "dtype", "device", "requires_grad"
 _Slot = tuple[str, Any, Any]  # (its name, the container, the key in it)
 #: Attributes that are compared in ways of their own, or that an RNN makes anew.
 _STATE = frozenset({"_parameters", "_buffers", "_modules", *HOOKS, *REBUILT})
@@ -66,7 +68,7 @@ class Differ(Exception):
 
 
 # -- what a block consists of ----------------------------------------------------------------------
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass
 class Parts:
     """A block's modules by their paths, and the places of its tensors; those that hold one tensor
     are together in one of ``slots``.
@@ -75,6 +77,11 @@ class Parts:
     modules: dict[str, nn.Module]
     slots: list[list[_Slot]]
     missing: list[str]  # the names of parameters and buffers that are None
+
+    @functools.cached_property
+    def described(self) -> list[list[Any]]:
+        """Each tensor's ``_ASPECTS``."""
+        return [[getattr(t, key) for key in _ASPECTS] for t in self.tensors()]
 
     def tensors(self) -> list[torch.Tensor]:
         return [container[key] for (_, container, key), *_ in self.slots]
@@ -161,9 +168,8 @@ def unlike(a: Parts, b: Parts) -> str | None:
     names, others = ([[name for name, *_ in slot] for slot in x.slots] for x in (a, b))
     if names != others:
         return "it has other tensors, or ties others together"
-    for slot, t, u in zip(a.slots, a.tensors(), b.tensors(), strict=True):
-        for what in ("shape", "dtype", "device", "requires_grad"):
-            x, y = getattr(t, what), getattr(u, what)
+    for slot, mine, theirs in zip(a.slots, a.described, b.described, strict=True):
+        for what, x, y in zip(_ASPECTS, mine, theirs, strict=True):
             if x != y:
                 return (
                     f"the {what} of {slot[0][0]} is {list(y) if what == 'shape' else y}, not "
@@ -331,6 +337,7 @@ class Loop:
             block's output that the next block takes.
         asked: whether the user has asked for the loop; if not, whatever a block does beside its
             result stands against it.
+        again: whether the first block has run by itself before, and its outputs are in use.
 
     Attributes:
         operands: of ``compute``: the arguments that are tensors, at the places ``where`` of the
@@ -347,7 +354,9 @@ class Loop:
         feeds: dict[int, int],
         remat: bool | Policy,
         asked: bool = True,
+        again: bool = False,
     ) -> None:
+        self.again = again
         self.forwards, self.titles, self.leaves, self.spec, self.remat, self.asked = (
             forwards,
             titles,
@@ -390,6 +399,10 @@ class Loop:
         one = self._verified(given, [row[0] for row in rows])
         number, wanted = len(one.result.values) - len(one.result.written), one.jaxpr.jaxpr
         self._check_feeds(given, one)
+        if self.again and (
+            one.result.written or any(of in self.feeds for of, _ in one.result.shared.values())
+        ):
+            raise Differ(f"{self.titles[0]} writes, or returns memory that it takes")
         targets = self._targets(one.result)
         consts = one.jaxpr.consts
         drawn = [next((d for d, row in enumerate(self.rows) if row[0] is c), None) for c in consts]

@@ -40,10 +40,23 @@ def _refuse_forward_mode() -> None:
         )
 
 
+def refuse_inside_blocks(t: Any) -> None:
+    """Refuse to give the gradient of what a block of a loop hands on to the next one."""
+    if type(t) is Traced and t.node.loop is not None:
+        raise t.node.loop("the gradient is asked for of what a block hands on to the next one")
+
+
+def retain_grad(func: Callable[..., Any], t: Any) -> None:
+    """``Tensor.retain_grad`` of a traced tensor."""
+    refuse_inside_blocks(t)
+    func(t)
+
+
 def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) -> RemovableHandle:
     """``Tensor.register_hook`` of a traced tensor: PyTorch registers the hook for its engine, and
     JAX's derivatives call it too.
     """
+    refuse_inside_blocks(t)
     if t.node.used:
         raise RuntimeError(
             "register_hook: the tensor has been used already, and inside a transform a hook sees "

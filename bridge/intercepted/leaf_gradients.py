@@ -16,6 +16,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private, private_calls
 from bridge.errors import at_line
+from bridge.intercepted.gradient_hooks import refuse_inside_blocks
 from bridge.private_calls import Ours
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
@@ -108,21 +109,17 @@ def run_backward(
     leave dead tensors behind.
     """
     level, leaves = state.level, list[torch.Tensor]()
+    inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+    for t in inputs:
+        refuse_inside_blocks(t)
     if state.jitting:
-        asked = {
-            t.number
-            for t in (args[3] if len(args) > 3 else kwargs.get("inputs", ()))
-            if type(t) is Traced and not t.requires_grad
-        }
+        asked = {t.number for t in inputs if type(t) is Traced and not t.requires_grad}
         if asked and asked.isdisjoint(level.root.leaves | {-1}):
             raise AskedForGradients(frozenset(asked))
     if accumulate_grad:
         if level.kind in NUMBERED:
             raise RuntimeError(_IN_TRANSFORM + at_line())
-        grads, leaves = (
-            level.root.grads,
-            _reached(outputs, args[3] if len(args) > 3 else kwargs.get("inputs", ())),
-        )
+        grads, leaves = (level.root.grads, _reached(outputs, inputs))
         if grads is not None and level.parent is level.root:
             for t in leaves:
                 grads.touch(t, read=True)

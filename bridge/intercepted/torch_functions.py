@@ -509,6 +509,7 @@ def script_called(callee: Any, *args: Any, **kwargs: Any) -> Any:
 
 PYTHON_RULES |= {
     torch.Tensor.register_hook: gradient_hooks.register_hook,
+    torch.Tensor.retain_grad: gradient_hooks.retain_grad,
     torch.kron: _out_by_value,
     torch.matmul: _out_by_value,
     torch.linalg.matrix_rank: _out_by_value,

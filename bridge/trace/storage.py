@@ -38,6 +38,8 @@ class Node:
     hooked: Any = None
     used: bool = False  # an operator with a derivative has read it since it was last written
     detached: bool = False  # torch's autograd does not record the last write
+    # of what a block of a loop hands on: makes the exception for whoever asks for its gradient
+    loop: Any = None
 
     def __post_init__(self) -> None:
         self.root = self if self.parent is None else self.parent.root

@@ -705,8 +705,14 @@ def deep(step: Callable[..., Any] = one_by_one, make: Callable[[int], nn.Module]
 
 def as_loops(model: nn.Module, *args: Any) -> bool:
     """Whether the blocks of a model become a loop, whose program is as long for more blocks."""
+    return bool(lengths_of_loops(model, *args))
+
+
+def lengths_of_loops(model: nn.Module, *args: Any) -> list[int]:
+    """How many blocks each loop runs through: all, or all but the first."""
     jaxpr = jit(lambda *given: model(*given)).jaxpr(*args)
-    return any(e.primitive.name == "scan" and e.params["length"] == DEEP - 1 for e in jaxpr.eqns)
+    lengths = [e.params["length"] for e in jaxpr.eqns if e.primitive.name == "scan"]
+    return [length for length in lengths if length in (DEEP - 1, DEEP)]
 
 
 @pytest.mark.parametrize(
@@ -732,6 +738,122 @@ def test_deep_models_are_loops_by_themselves(make: Any, step: Any, args: tuple[A
             rtol=1e-12,
             atol=1e-12,
         )
+
+
+def masked_later(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for k, block in enumerate(layers):
+        x = block(x, MASK if k else MASK.clone())
+    return x
+
+
+def changed_between(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for k, block in enumerate(layers):
+        x = block(x) if k else block(x).mul_(2)
+    return x
+
+
+def written_between(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for k, block in enumerate(layers):
+        x = block(x)
+        if not k:
+            next(layers[0].parameters()).data.mul_(0.5)
+    return x
+
+
+def detached_first(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    return one_by_one(layers, x.detach())
+
+
+def hooked_first(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for k, block in enumerate(layers):
+        x = block(x)
+        if not k:
+            x.register_hook(lambda g: g * 3)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "args", "length"),
+    [
+        (Block, one_by_one, (MASK,), DEEP),
+        (Block, with_states, (MASK,), DEEP),
+        (Block, masked_later, (), DEEP - 1),
+        (Block, changed_between, (), DEEP - 1),
+        (Block, written_between, (), DEEP - 1),
+        (Block, detached_first, (), DEEP - 1),
+        (Block, hooked_first, (), DEEP - 1),
+        (Dropped, one_by_one, (), DEEP - 1),
+        (Normed, one_by_one, (), DEEP - 1),
+    ],
+)
+def test_the_first_block_belongs_to_the_loop_where_it_can(
+    make: Any, step: Any, args: tuple[Any, ...], length: int
+) -> None:
+    found = []
+    for wrapped in (lambda f: f, jit):
+        torch.manual_seed(0)
+        model = deep(step, make)
+        x = (floats(6, WIDTH) if make is Normed else X.clone()).requires_grad_()
+
+        def run(x: torch.Tensor, model: Any = model) -> Any:
+            out = model(x, *args)
+            out = out if isinstance(out, tuple) else (out,)
+            return out, torch.autograd.grad(
+                out[0].sin().sum(), [*model.parameters()], allow_unused=True
+            )
+
+        if wrapped is jit and step not in (written_between, hooked_first):
+            assert lengths_of_loops(model, x, *args) == [length]
+            torch.manual_seed(0)
+            model.load_state_dict(deep(step, make).state_dict())
+        torch.manual_seed(0)
+        fast = wrapped(run)
+        found.append(([fast(x), fast(2 * x)], model.state_dict()))
+    same(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", [0, 1, 4, DEEP - 1])
+@pytest.mark.parametrize("how", ["autograd.grad", "retain_grad", "a hook", "a hook in a transform"])
+def test_gradients_of_what_deep_blocks_hand_on(how: str, which: int) -> None:
+    model = deep()
+
+    def run(x: torch.Tensor) -> Any:
+        states = [x]
+        for block in model.layers:
+            states.append(block(states[-1]))
+            if how.startswith("a hook") and len(states) == which + 2:
+                states[-1].register_hook(lambda g: 3 * g)
+        loss = states[-1].sin().sum()
+        if how == "a hook in a transform":
+            return loss
+        if how == "autograd.grad":
+            return torch.autograd.grad(loss, [states[which + 1], x])
+        if how == "retain_grad":
+            states[which + 1].retain_grad()
+            loss.backward()
+            return states[which + 1].grad
+        return torch.autograd.grad(loss, x)
+
+    x = X.clone().requires_grad_()
+    if how == "a hook in a transform":
+        same(jit(grad(run))(X), torch.func.grad(run)(X), rtol=1e-12, atol=1e-12)
+    else:
+        expected = run(x)
+        model.zero_grad()
+        same(jit(run)(X.clone().requires_grad_()), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_what_blocks_of_a_wanted_loop_hand_on_are_refused() -> None:
+    model = deep()
+
+    def run(x: torch.Tensor) -> Any:
+        states = [x]
+        for block in model.layers:
+            states.append(block(states[-1]))
+        return torch.autograd.grad(states[-1].sum(), states[3])
+
+    with pytest.raises(RuntimeError, match="gradient is asked for of what a block hands on"):
+        jit(scan_blocks(model, "layers")(run))(X.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("transform", ["vmap", "jvp", "per sample", "ensemble", "backward"])

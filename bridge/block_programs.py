@@ -416,7 +416,7 @@ class Loop:
                 for row, shared in zip(rows, self.shared, strict=True)
             ]
             found = [c if d is None else numbers[d] for c, d in zip(consts, drawn, strict=True)]
-            outs = jax.core.eval_jaxpr(wanted, found, index, *arguments, *tensors)
+            outs = private_jax.inlined(wanted, found, index, *arguments, *tensors)
             return [outs[self.feeds[place]] for place in places], outs
 
         own = [stacked(row) for row, shared in zip(rows, self.shared, strict=True) if not shared]

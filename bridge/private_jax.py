@@ -72,12 +72,15 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], *values: Any) -> list[Any]:
     where the values are of the types that the jaxpr takes, its equations are copied, which takes a
     third of the time of tracing them.
     """
-    if any(jax.typeof(x) != v.aval for x, v in zip(values, jaxpr.invars, strict=True)):
+    given, invars = [*consts, *values], [*jaxpr.constvars, *jaxpr.invars]
+    if any(jax.typeof(x) != v.aval for x, v in zip(given, invars, strict=True)):
         return jax.core.eval_jaxpr(jaxpr, consts, *values)
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    closed = ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars, debug_info=unnamed), ())
     primitive, one = _call()
-    counts = {"in_": len(jaxpr.invars), "don": len(jaxpr.invars), "out": len(jaxpr.outvars)}
+    counts = {"in_": len(invars), "don": len(invars), "out": len(jaxpr.outvars)}
     many = {k: v * counts.get(k[:3], 1) for k, v in one.items() if isinstance(v, tuple)}
-    found: list[Any] = primitive.bind(*values, **one | many | {"jaxpr": ClosedJaxpr(jaxpr, consts)})
+    found: list[Any] = primitive.bind(*given, **one | many | {"jaxpr": closed})
     return found
 
 

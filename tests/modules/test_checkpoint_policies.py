@@ -248,4 +248,4 @@ def test_a_policy_that_moves_values_to_the_host() -> None:
 
     with bridge.compiling.correctly():
         program = jax.make_jaxpr(jax.grad(loss))(bridge.params(model), X.numpy())
-    assert f"f32<host>[{DEPTH - 1},256,{4 * WIDTH}]" in str(program)
+    assert f"f32<host>[{DEPTH},256,{4 * WIDTH}]" in str(program)

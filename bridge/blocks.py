@@ -38,7 +38,7 @@ from bridge.trace.levels import Level, state
 from bridge.trace.random_keys import source
 from bridge.trace.tracing import Traced, node_of
 
-_FEWEST = 3  # the first block is traced by itself, so that a loop takes at least two others
+_FEWEST = 3  # the first block is traced by itself, and a loop takes at least two others
 # so many blocks become a loop by themselves: what fewer take to be traced and compiled is small
 _DEEP = 8
 
@@ -70,7 +70,8 @@ def scan_blocks(module: nn.Module, *names: str, remat: bool | Policy = False) ->
     The blocks must be of one class and have the same submodules, shapes and dtypes; they are called
     one after the other, and each tensor that one takes is the same for all, or was returned by the
     block before. Blocks may draw random numbers and write to their own buffers. The first block is
-    traced by itself, the others once together. A Python attribute that differs between blocks, such
+    traced by itself, and then all once together, or the others if it is called in another way or
+    does more than compute its result. A Python attribute that differs between blocks, such
     as their number, is watched: if it is read, the blocks that differ are traced too, and their
     programs must be the first one's.
 

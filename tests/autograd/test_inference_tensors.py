@@ -67,11 +67,20 @@ def _repeated(call: Function) -> Function:
     return lambda x: (jitted(x), jitted(x))[1]
 
 
+def _torch_func_gives_zeros() -> bool:
+    """Whether torch.func's derivatives in inference mode are zero, as those of PyTorch 2.11 are."""
+    with torch.inference_mode():
+        return not torch.func.grad(torch.sin)(torch.tensor(0.5)).any()
+
+
 @pytest.mark.parametrize("mode", [False, True], ids=["", "in inference mode"])
 @pytest.mark.parametrize("how", ["recorded", "jit", "jit inside"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_in_torch_func(name: str, call: str, how: str, mode: bool) -> None:
+    if mode and call not in ("call", "vmap") and _torch_func_gives_zeros():
+        pytest.skip("torch.func's derivatives in inference mode are zero")
+
     def found(F: Any, how: str) -> Any:
         f = FUNCTIONS[name](_made(lambda: torch.tensor([2.0, 3.0, 4.0])))
         x = torch.tensor([0.5, -1.0, 2.0])

@@ -981,7 +981,9 @@ def test_a_python_value_that_changes(name: str, way: str, shapes: str) -> None:
         if k:
             change(k)
         for x in SHAPES[shapes]:
-            same(call(made, x), truth(fn, x), rtol=1e-5, atol=1e-6)
+            # torch.func's gradient goes on in the graph of the function's parameters
+            alone = way in ("grad", "jit of grad")
+            same(call(made, x), truth(fn, x), rtol=1e-5, atol=1e-6, graph=not alone)
     if hasattr(made, "programs"):
         assert len(made.programs()) <= 3 * (1 + (shapes == "two shapes"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from agreement import same
+from ambient import torch_func_gives_zeros
 from torch import nn
 
 import torchfunc_jax
@@ -67,18 +68,12 @@ def _repeated(call: Function) -> Function:
     return lambda x: (jitted(x), jitted(x))[1]
 
 
-def _torch_func_gives_zeros() -> bool:
-    """Whether torch.func's derivatives in inference mode are zero, as those of PyTorch 2.11 are."""
-    with torch.inference_mode():
-        return not torch.func.grad(torch.sin)(torch.tensor(0.5)).any()
-
-
 @pytest.mark.parametrize("mode", [False, True], ids=["", "in inference mode"])
 @pytest.mark.parametrize("how", ["recorded", "jit", "jit inside"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_in_torch_func(name: str, call: str, how: str, mode: bool) -> None:
-    if mode and call not in ("call", "vmap") and _torch_func_gives_zeros():
+    if mode and call not in ("call", "vmap") and torch_func_gives_zeros():
         pytest.skip("torch.func's derivatives in inference mode are zero")
 
     def found(F: Any, how: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ambient import torch_func_gives_zeros
 from torch.overrides import TorchFunctionMode
 
 from torchfunc_jax import grad, jit, vmap
@@ -375,6 +376,8 @@ def nested(b: Batch) -> torch.Tensor:
 @pytest.mark.parametrize("state", STATES)
 def test_states_of_pytorch(state: str, function: Callable[[Batch], torch.Tensor]) -> None:
     """Values, numbers and the module's weights change from call to call."""
+    if (state, function) == ("inference mode", nested) and torch_func_gives_zeros():
+        pytest.skip("torch.func's derivatives in inference mode are zero")
     make, around = STATES[state]
 
     def found(called: Callable[[Batch], torch.Tensor]) -> list[Any]:

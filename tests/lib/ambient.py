@@ -32,6 +32,12 @@ WHENS = ("inside", "around", "between")
 TENSORS = ("captured", "passed")
 
 
+def torch_func_gives_zeros() -> bool:
+    """Whether torch.func's derivatives in inference mode are zero, as those of PyTorch 2.11 are."""
+    with torch.inference_mode():
+        return not torch.func.grad(torch.sin)(torch.tensor(0.5)).any()
+
+
 # -- programs and states ---------------------------------------------------------------------------
 class Program:
     """A layer, its weight, and what a state keeps of them; made anew for each cell and each of the

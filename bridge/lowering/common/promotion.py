@@ -18,8 +18,13 @@ from jax.typing import ArrayLike, DTypeLike
 from bridge.convert import dtypes
 
 _FLOAT8 = frozenset(d for d in map(dtypes.to_jax, dtypes._TO_JAX) if d.name.startswith("float8"))
-_SATURATES = dtypes.to_jax(torch.float8_e4m3fn)
-_LARGEST = float(jnp.finfo(_SATURATES).max)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+#: The type in which larger numbers become the largest one; in PyTorch 2.11 they become NaN.
+_SATURATES = (
+    dtypes.to_jax(torch.float8_e4m3fn)
+    if torch.tensor(2 * _LARGEST).to(torch.float8_e4m3fn).float() == _LARGEST
+    else None
+)
 _LOW = frozenset(dtypes.to_jax(d) for d in (torch.float16, torch.bfloat16))
 
 

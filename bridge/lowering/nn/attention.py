@@ -84,7 +84,7 @@ def _attention(
     """The output and the logarithms of the sums of the softmaxes; grouped: heads of the query may
     share a key and a value.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else float(scale)
     count, coins = blocks(q.shape[-2], k.shape[-2]), next_key() if dropout_p else None
     return _in_blocks(
         q,

@@ -199,7 +199,8 @@ def _undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
     differences = [
         d
         for d in holder.differences(old, holder.read(owner))
-        if holder.counts(d[1]) or any(type(x) is Traced for x in trees.flatten(d[2])[0])
+        if holder.counts(d[1])
+        or any(type(x) is Traced or python_numbers.is_input(x) for x in trees.flatten(d[2])[0])
     ]
     if differences:
         holder.undo(owner, old, differences)

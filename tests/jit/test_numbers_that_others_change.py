@@ -5,6 +5,7 @@ programs, wherever they are: beside the function without jit.
 from __future__ import annotations
 
 import collections
+import functools
 import queue
 import types
 from collections.abc import Callable
@@ -284,3 +285,24 @@ def test_explain_says_which_number() -> None:
             f(torch.ones(2))
     assert len(log) == 2
     assert "SimpleNamespace.factor was 1.0 and now is 2.0" in log[1]
+
+
+class _Twice:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    @functools.cached_property
+    def twice(self) -> float:
+        return self.value * 2
+
+
+@pytest.mark.parametrize("wrap", [jit, lambda f: jit(grad(lambda x: f(x).sum()))], ids=["", "grad"])
+def test_a_cached_property_of_a_number_that_changes(wrap: Any) -> None:
+    """What the trace puts into the object's attributes holds no number of the trace."""
+    held = _Twice(2.0)
+    fast = wrap(lambda x: x * held.twice)
+    for k in (2.0, 1, 2, 3, 2.5):
+        held.value = k
+        vars(held).pop("twice", None)
+        assert fast(torch.ones(2)).tolist() == [2 * k, 2 * k]
+        assert vars(held) == {"value": k, "twice": 2 * k} and type(held.twice) is type(k)

@@ -30,7 +30,6 @@ from bridge.boundary.results import (
     Output,
     conj,
     inexact,
-    inexact_dtype,
     is_array,
     pick,
     placed,
@@ -45,10 +44,11 @@ from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.process import having
 from bridge.programs import closure_scan
-from bridge.programs.guards import Guards
+from bridge.programs.guards import Guards, Questions
 from bridge.programs.places import GradOf, OfArgument, Place
 from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
+from bridge.trace.answers import Answers
 from bridge.trace.levels import push, state
 from bridge.trace.requires_grad import flow, moved
 from bridge.trace.stacks import joined, stack_p, stacked, unstacked
@@ -199,8 +199,10 @@ class Program:
         """
         first = len(self.jaxpr.jaxpr.invars) - len(self.places) - 1 - len(self.numbers)
         written = {self.places[i - first].identity for i in self.written if i >= first}
-        asked = [p for p, _ in self.guards.asked if p.identity in written]
-        return [*self.changes, *[f"the values of {p}" for p in asked]]
+        asked = [p for p, _ in self.guards.asked]
+        if self.guards.questions is not None:
+            asked += self.guards.questions.places.values()
+        return [*self.changes, *[f"the values of {p}" for p in asked if p.identity in written]]
 
     def whole(self) -> Program:
         """This program, also if another process has stored it without its jaxpr."""
@@ -318,18 +320,16 @@ def _traced(
     """``trace``, again until it is told enough.
 
     What the function asks torch's autograd for gradients by requires grad from its beginning on.
-    If it asks for the values of small captured tensors without a derivative, these become
-    constants: masks and indices alone are tried first, which change more rarely than other tensors
-    do. Lists of blocks that no loop runs through run one by one.
+    If it asks for values that are computed from small captured tensors without a derivative, the
+    answers are conditions of the program. Lists of blocks that no loop runs through run one by one.
     """
     small = [
         (t, place)
         for t, place in candidates
         if t.numel() <= _ASKED and not t.requires_grad and t.layout is torch.strided
     ]
-    whole = [(t, place) for t, place in small if not inexact_dtype(t.dtype)]
     leaves: frozenset[int] = frozenset()
-    constant: list[tuple[torch.Tensor, Place]] = []
+    asking: list[tuple[torch.Tensor, Place]] = []
     apart: list[Sequence[torch.nn.Module]] = []  # the blocks of lists that no loop runs through
     # programs without tiers would copy the parameters of a loop
     tiered = not donated and all(isinstance(x, torch.Tensor) for x in call.arrays)
@@ -342,12 +342,12 @@ def _traced(
     while True:
         try:
             return trace(
-                looped, call, candidates, found, donated=donated, constant=constant, leaves=leaves
+                looped, call, candidates, found, donated=donated, asking=asking, leaves=leaves
             )
         except DataDependentError:
-            if len(constant) == len(small):
+            if len(asking) == len(small):
                 raise  # what is refused here depends on more than captured tensors
-            constant = small if constant or not whole else whole
+            asking = small
         except AskedForGradients as asked:
             if asked.numbers <= leaves:
                 raise
@@ -368,18 +368,18 @@ def trace(
     candidates: list[tuple[torch.Tensor, Place]],
     found: closure_scan.Found,
     donated: Sequence[int] = (),
-    constant: Sequence[tuple[torch.Tensor, Place]] = (),
+    asking: Sequence[tuple[torch.Tensor, Place]] = (),
     watched: bool = True,
     leaves: frozenset[int] = frozenset(),
 ) -> tuple[Program, list[torch.Tensor]]:
     """(the program, the captured tensors that are no candidates); if there are any of these, the
     program is of no use.
 
-    constant: those of the candidates whose values the program may contain; it then fits as long as
-    they have these values. watched: whether Python of the user's runs, which may change torch's
-    generators. leaves: see ``Level.leaves``.
+    asking: those of the candidates of whose values, and of what is computed from these, the
+    function may ask; the program fits as long as the answers are the same. watched: whether Python
+    of the user's runs, which may change torch's generators. leaves: see ``Level.leaves``.
     """
-    constants = {id(t): np.array(tensors.to_jax(t)) for t, _ in constant}
+    asked_of = {id(t): np.array(tensors.to_jax(t)) for t, _ in asking}
     traceable = call.traceable(fn)
     traceable.as_given(call.arrays)
     info: dict[str, Any] = {}
@@ -391,9 +391,11 @@ def trace(
         with tracing.root() as root:
             root.leaves = leaves
             root.overrides = {id(t): v for (t, _), v in zip(candidates, captured, strict=True)}
-            with jax.ensure_compile_time_eval():
-                root.overrides.update({key: jnp.asarray(v) for key, v in constants.items()})
-            root.constant = frozenset(constants)
+            root.constant = frozenset(asked_of)
+            if asking:
+                root.answers = info["answers"] = Answers(
+                    [root.overrides[key] for key in asked_of], [*asked_of.values()]
+                )
 
             def key_of(generator: torch.Generator | None) -> Any:
                 slot = 0
@@ -456,7 +458,7 @@ def trace(
             )
             return values + [v for _, v, _ in written]
 
-    folded = max(state.folded, _ASKED) if constant else state.folded
+    folded = max(state.folded, _ASKED) if asking else state.folded
     with (
         having(state, folded=folded),
         jax.enable_x64(True),
@@ -467,9 +469,9 @@ def trace(
         closed = jax.make_jaxpr(staged)(
             avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64)
         )
-    # a constant is an input too if the function writes to it or returns it
-    inputs = info["met"].keys() - constants.keys()
-    inputs |= {id(t) for t in [*info["written"], *[of for _, of, _ in info["shared"]]]}
+    inputs = info["met"].keys() | {
+        id(t) for t in [*info["written"], *[of for _, of, _ in info["shared"]]]
+    }
     spec, static, is_tensor = info["meta"]
     drawn = info.get("drawn")
     jaxpr, numbers, by_value = (
@@ -503,7 +505,9 @@ def trace(
         [s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)]
         for rules in (False, True)
     )
-    asked = [(t, place) for t, place in constant if id(t) in met]
+    answers = info["answers"].asked if asking else {}
+    asked = [asking[rule.number] for rule in answers if rule.lower is None]
+    questions = {rule: answer for rule, answer in answers.items() if rule.lower is not None}
     places = [candidates[k][1] for k in used]
     program = Program(
         closed.replace(jaxpr=jaxpr),
@@ -517,6 +521,7 @@ def trace(
                 for c in info["changes"]
                 if c.there is not None and (c.key is None or found.names(c.key))
             ],
+            Questions([place for _, place in asking], questions) if questions else None,
         ),
         spec,
         static,

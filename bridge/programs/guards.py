@@ -12,17 +12,20 @@ import collections
 import contextlib
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
-from bridge import private
+from bridge import compiling, private
 from bridge.cache_keys import identical
+from bridge.convert import tensors
 from bridge.process import process
 from bridge.programs import closure_scan
 from bridge.programs.places import Asked, Entry, GradOf, Place, Slots
+from bridge.trace import answers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import is_input
 
@@ -138,6 +141,41 @@ def _hooks(d: dict[str, Any]) -> tuple[int, ...]:
     return tuple([key for name in closure_scan.HOOKS for key in d[name]])
 
 
+class Questions:
+    """What a function has asked of values that are computed from captured tensors.
+
+    Args:
+        places: of the tensors, by the numbers that the rules have for them.
+        asked: of ``answers.Answers``.
+
+    Attributes:
+        places: of those that the questions are about.
+    """
+
+    __slots__ = ("_answers", "_function", "places")
+
+    def __init__(self, places: Sequence[Place], asked: Mapping[answers.Rule, np.ndarray]) -> None:
+        rules = list(asked)
+        self._answers = [x.tobytes() for x in asked.values()]
+        self.places = {k: places[k] for k in sorted(set().union(*[rule.of() for rule in rules]))}
+
+        def compute(values: dict[int, Any]) -> list[Any]:
+            done: dict[int, Any] = {}
+            return [rule.evaluated(values, done) for rule in rules]
+
+        self._function = jax.jit(compute)
+
+    def hold(self) -> bool:
+        """Whether the answers are as they were."""
+        values = {k: np.array(tensors.to_jax(place.get())) for k, place in self.places.items()}
+        with jax.enable_x64(True), compiling.correctly():
+            found = self._function(values)
+        return all(
+            np.asarray(x).tobytes() == answer
+            for x, answer in zip(found, self._answers, strict=True)
+        )
+
+
 class Guards:
     """The objects that a function reached when it was traced, to be compared with those that are
     there now.
@@ -147,6 +185,7 @@ class Guards:
             trace has changed are not checked: the function itself has changed them, and a jitted
             function's Python runs only when it is traced.
         asked: tensors whose values the function has asked for, with their places.
+        questions: what it has asked of values computed from captured tensors.
         read: the places of the ``.grad``s that were read in the trace and are to be compared; None:
             those that the function names.
         there: places that the function reads and fills, or empties, each with whether something
@@ -169,6 +208,7 @@ class Guards:
         "numbers",
         "objects",
         "places",
+        "questions",
         "single",
         "sizes",
         "there",
@@ -180,8 +220,9 @@ class Guards:
         asked: Sequence[tuple[torch.Tensor, Place]] = (),
         read: Sequence[tuple[Place, Any]] | None = None,
         there: Sequence[tuple[Place, bool]] = (),
+        questions: Questions | None = None,
     ) -> None:
-        self.there = there
+        self.there, self.questions = there, questions
         self.asked = [(place, _content(t)) for t, place in asked]
         modules = [(type(m).__name__, m.__dict__) for m in found.modules.values()]
         self.modules = [
@@ -229,6 +270,7 @@ class Guards:
             or self.sizes
             or self.absent
             or self.asked
+            or self.questions
             or self.there
         )
 
@@ -283,6 +325,8 @@ class Guards:
             for place, content in self.asked:
                 if _content(place.get()) != content:
                     return False
+            if self.questions is not None and not self.questions.hold():
+                return False
             for place, keys in self.sizes:
                 if not _has_keys(place.get(), keys):
                     return False
@@ -344,6 +388,9 @@ class Guards:
             t = current(place)
             if not isinstance(t, torch.Tensor) or _content(t) != content:
                 yield f"{place}, whose values Python asked for, holds other values than before"
+        if self.questions is not None and not self.questions.hold():
+            places = ", ".join(map(str, self.questions.places.values()))
+            yield f"what Python asked of the values of {places} has another answer than before"
         for where, names in self.absent:
             attributes = current(where) if isinstance(where, Place) else where
             for name in names.intersection(attributes if attributes is not GONE else ()):

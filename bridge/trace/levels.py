@@ -63,6 +63,8 @@ class Level:
     sparse: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     # by id, captured tensors whose values the function may ask for
     constant: frozenset[int] = frozenset()
+    # the answers.Answers to what it asks of values computed from such tensors, which stay inputs
+    answers: Any = None
     #: by a torch generator's identity, or None for the default one: the generator, and the JAX key
     #: that came from it
     keys: dict[int | None, Any] = field(default_factory=dict)
@@ -223,6 +225,11 @@ def refuse_in_checkpoint() -> None:
     """Raise NotInCheckpoint inside of one."""
     if innermost({CHECKPOINT}) is not None:
         raise NotInCheckpoint
+
+
+def answers() -> Any:
+    """The ``answers.Answers`` of the trace in progress, if there are any."""
+    return None if state.level is None else state.level.root.answers
 
 
 def refuse_in_loop(what: str, kind: Kind = LOOP) -> None:

@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from bridge import private_jax
-from bridge.trace.levels import Level, around
+from bridge.trace.levels import Level, answers, around
 
 _stopped_p = Primitive("stopped_by_torch")
 _stopped_p.def_impl(lambda value: value)
@@ -36,7 +36,10 @@ def stopped_by_torch(value: jax.Array) -> jax.Array:
     """``lax.stop_gradient`` as an operation of its own, told apart from a lowering's stop_gradient
     in a compiled program.
     """
-    return _stopped_p.bind(value)
+    stopped = _stopped_p.bind(value)
+    if (known := answers()) is not None:
+        known.same(stopped, value)
+    return stopped
 
 
 def stopped_integers(out: Any) -> Any:

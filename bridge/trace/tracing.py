@@ -35,7 +35,7 @@ from bridge.private_calls import intercepted
 from bridge.process import process
 from bridge.trace import python_numbers, saved_tensor_hooks
 from bridge.trace.aliasing import Keep, again, read, views_between, write
-from bridge.trace.levels import Level, around, innermost, push, state
+from bridge.trace.levels import Level, answers, around, innermost, push, state
 from bridge.trace.storage import Node
 from bridge.transform_kinds import DIFFERENTIATING, FUNCTION, MAPPING, NUMBERED, PLAIN, ROOT
 
@@ -530,6 +530,8 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
     jit).
     """
     value = value_of(t)
+    if (known := answers()) is not None and (found := known.answer(value)) is not None:
+        return found
     try:
         return np.asarray(
             jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, new_jaxpr_eqn
 
 # By primitive, JAX's rule for Taylor series: (primals, series, **params) -> (primals, series). Only
 # the function ``jet`` is documented; it runs user code on tracers of its own, and refuses a
@@ -82,6 +82,57 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[Any], *values: Any) -> list[Any]:
     many = {k: v * counts.get(k[:3], 1) for k, v in one.items() if isinstance(v, tuple)}
     found: list[Any] = primitive.bind(*given, **one | many | {"jaxpr": closed})
     return found
+
+
+def computation(outs: Sequence[Any], inputs: Sequence[Any]) -> ClosedJaxpr | None:
+    """How values of the trace in progress have been computed from others; what else they are
+    computed from is constant. None if that is not known: the values belong to no trace, to several,
+    or to one that differentiates or maps, or an equation has effects.
+    """
+    every = [*outs, *inputs]
+    if not all(hasattr(x, "parent") and x._trace is every[0]._trace for x in every):
+        return None
+    invars = [x.val for x in inputs]
+    if any(isinstance(v, Literal) for v in invars) or len({*invars}) < len(invars):
+        return None
+    done, consts, eqns = {*invars}, dict[Any, Any](), list[Any]()
+    waiting = [*outs]
+    while waiting:
+        x = waiting[-1]
+        if isinstance(x.val, Literal) or x.val in done:
+            waiting.pop()
+        elif x.parent is None:
+            done.add(x.val)
+            consts[x.val] = x
+        elif x.parent.effects:
+            return None
+        elif before := [
+            y for y in x.parent.in_tracers if not isinstance(y.val, Literal) and y.val not in done
+        ]:
+            waiting += before
+        else:
+            done.update(x.parent.outvars)
+            eqns.append(x.parent)
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
+    jaxpr = empty.replace(
+        constvars=[*consts],
+        invars=invars,
+        outvars=[x.val for x in outs],
+        eqns=[
+            new_jaxpr_eqn(
+                [y.val for y in e.in_tracers],
+                e.outvars,
+                e.primitive,
+                e.params,
+                e.effects,
+                e.source_info,
+                e.ctx,
+            )
+            for e in eqns
+        ],
+        debug_info=empty.debug_info.with_unknown_names(),
+    )
+    return ClosedJaxpr(jaxpr, [*consts.values()])
 
 
 # What ``jax.device_put`` ends in, where there is one device to choose from: the checks of the

@@ -14,7 +14,7 @@ import jax
 import torch
 from jax.extend.core import jaxpr_as_fun
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.boundary.results import Computation, Result, conj, inexact_dtype, pick
 from bridge.convert import tensors
 from bridge.lowering.common import varying
@@ -190,6 +190,10 @@ class _Attached(Untransformed):
             draw_again,
             [inexact_dtype(t.dtype) for t in outs],
         )
+        # as they are now: later, the function may have changed what the transform has read; each
+        # use of a view computes it anew
+        whole = all(tracing.node_of(t).parent is None for t in watched)
+        ctx.values = [[tracing.value_of(t) for t in some] for some in (outs, watched) if whole]
         ctx.save_for_backward(*watched)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*pick(outs, [not kind for kind in ctx.kinds]))
@@ -226,7 +230,11 @@ class _Attached(Untransformed):
                     )
                 return pick(result.values[: len(used)], used)
 
-            closed = jax.make_jaxpr(pure)(*values[:n])
+            closed = None
+            if ctx.values:
+                closed = private_jax.computation(pick(ctx.values[0], used), ctx.values[1])
+            if closed is None:
+                closed = jax.make_jaxpr(pure)(*values[:n])
             if not needed:
                 bits = flow(closed.jaxpr, [1 << i for i in range(n)], True)
                 every = functools.reduce(operator.or_, bits, 0)

@@ -505,9 +505,9 @@ def trace(
         [s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)]
         for rules in (False, True)
     )
-    answers = info["answers"].asked if asking else {}
-    asked = [asking[rule.number] for rule in answers if rule.lower is None]
-    questions = {rule: answer for rule, answer in answers.items() if rule.lower is not None}
+    rules = [*info["answers"].asked] if asking else []
+    asked = [asking[rule.number] for rule in rules if rule.lower is None]
+    questions = [rule for rule in rules if rule.lower is not None]
     places = [candidates[k][1] for k in used]
     program = Program(
         closed.replace(jaxpr=jaxpr),
@@ -521,7 +521,9 @@ def trace(
                 for c in info["changes"]
                 if c.there is not None and (c.key is None or found.names(c.key))
             ],
-            Questions([place for _, place in asking], questions) if questions else None,
+            Questions(questions, [(asked_of[id(t)], place) for t, place in asking])
+            if questions
+            else None,
         ),
         spec,
         static,

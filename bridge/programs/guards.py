@@ -12,7 +12,7 @@ import collections
 import contextlib
 import operator
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -145,8 +145,8 @@ class Questions:
     """What a function has asked of values that are computed from captured tensors.
 
     Args:
-        places: of the tensors, by the numbers that the rules have for them.
-        asked: of ``answers.Answers``.
+        asked: the rules of what it has asked for, of ``answers.Answers``.
+        known: (its value in the trace, its place) by the number that the rules have for a tensor.
 
     Attributes:
         places: of those that the questions are about.
@@ -154,26 +154,28 @@ class Questions:
 
     __slots__ = ("_answers", "_function", "places")
 
-    def __init__(self, places: Sequence[Place], asked: Mapping[answers.Rule, np.ndarray]) -> None:
-        rules = list(asked)
-        self._answers = [x.tobytes() for x in asked.values()]
-        self.places = {k: places[k] for k in sorted(set().union(*[rule.of() for rule in rules]))}
+    def __init__(
+        self, asked: Sequence[answers.Rule], known: Sequence[tuple[np.ndarray, Place]]
+    ) -> None:
+        used = sorted(set().union(*[rule.of() for rule in asked]))
 
         def compute(values: dict[int, Any]) -> list[Any]:
             done: dict[int, Any] = {}
-            return [rule.evaluated(values, done) for rule in rules]
+            return [rule.evaluated(values, done) for rule in asked]
 
         self._function = jax.jit(compute)
+        self.places = {k: known[k][1] for k in used}
+        # by the same program as later: another one may round in another way
+        self._answers = self._asked({k: known[k][0] for k in used})
+
+    def _asked(self, values: dict[int, np.ndarray]) -> list[bytes]:
+        with jax.enable_x64(True), compiling.correctly():
+            return [np.asarray(x).tobytes() for x in self._function(values)]
 
     def hold(self) -> bool:
         """Whether the answers are as they were."""
-        values = {k: np.array(tensors.to_jax(place.get())) for k, place in self.places.items()}
-        with jax.enable_x64(True), compiling.correctly():
-            found = self._function(values)
-        return all(
-            np.asarray(x).tobytes() == answer
-            for x, answer in zip(found, self._answers, strict=True)
-        )
+        now = {k: np.array(tensors.to_jax(place.get())) for k, place in self.places.items()}
+        return self._asked(now) == self._answers
 
 
 class Guards:

@@ -809,7 +809,8 @@ def test_the_first_block_belongs_to_the_loop_where_it_can(
         torch.manual_seed(0)
         fast = wrapped(run)
         found.append(([fast(x), fast(2 * x)], model.state_dict()))
-    same(found[1], found[0], rtol=1e-11, atol=1e-12)
+    # the gradients of nine norms, one after the other, are sums of much larger numbers
+    same(found[1], found[0], rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("which", [0, 1, 4, DEEP - 1])

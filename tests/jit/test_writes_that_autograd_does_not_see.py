@@ -185,13 +185,13 @@ class _Returned(nn.Module):
 #: What makes a module; how many programs six calls need.
 STATES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "initialized by the first batch": (_Initialized, 2),
-    "an average": (_Averaged, 6),
+    "an average": (_Averaged, 2),
     "an exponential average": (
         lambda: _Averaged(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
-        6,
+        2,
     ),
-    "an average with buffers": (lambda: _Averaged(use_buffers=True), 6),
-    "a count that is returned": (_Returned, 3),
+    "an average with buffers": (lambda: _Averaged(use_buffers=True), 2),
+    "a count that is returned": (_Returned, 2),
     "BatchNorm without a momentum": (lambda: nn.BatchNorm1d(2, momentum=None), 1),
 }
 

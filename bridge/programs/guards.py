@@ -174,7 +174,10 @@ class Questions:
 
     def hold(self) -> bool:
         """Whether the answers are as they were."""
-        now = {k: np.array(tensors.to_jax(place.get())) for k, place in self.places.items()}
+        found = {k: current(place) for k, place in self.places.items()}
+        if not all(isinstance(t, torch.Tensor) for t in found.values()):
+            return False
+        now = {k: np.array(tensors.to_jax(t)) for k, t in found.items()}
         return self._asked(now) == self._answers
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,10 +149,12 @@ def attached(
     outs: list[Any],
     compute: Computation,
     leaves: Sequence[Any],
+    values: Sequence[Any],
     draw_again: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> list[Any]:
     """A transform's outputs inside a trace, connected in torch's graph to the inputs and captured
-    tensors that require grad; draw_again: in it, compute draws the random numbers of the outputs.
+    tensors that require grad; values: what compute has been given for the leaves. draw_again: in
+    it, compute draws the random numbers of the outputs.
 
     Code that calls ``torch.autograd.grad`` inside a transformed function needs this: its graph must
     not end at an inner transform.
@@ -160,13 +162,14 @@ def attached(
     level = tracing.state.level
     found = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
     # tensors of enclosing levels stay there, because that level's result depends on them too
+    taken = {id(x): v for x, v in zip(leaves, values, strict=True) if id(x) not in level.outer}
     found.update(level.outer)
     level.outer = {
         key: t for key, t in level.outer.items() if tracing.node_of(t).level is not level
     }
     if not found or not torch.is_grad_enabled() or not any(inexact_dtype(t.dtype) for t in outs):
         return outs
-    return list(_Attached.apply(apply, outs, compute, leaves, draw_again, *found.values()))
+    return list(_Attached.apply(apply, outs, compute, leaves, taken, draw_again, *found.values()))
 
 
 class _Attached(Untransformed):
@@ -180,6 +183,7 @@ class _Attached(Untransformed):
         outs: list[Any],
         compute: Computation,
         leaves: Sequence[Any],
+        taken: Mapping[int, Any],
         draw_again: Callable[[], contextlib.AbstractContextManager[None]],
         *watched: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -190,10 +194,13 @@ class _Attached(Untransformed):
             draw_again,
             [inexact_dtype(t.dtype) for t in outs],
         )
-        # as they are now: later, the function may have changed what the transform has read; each
-        # use of a view computes it anew
-        whole = all(tracing.node_of(t).parent is None for t in watched)
-        ctx.values = [[tracing.value_of(t) for t in some] for some in (outs, watched) if whole]
+        # as they are now: later, the function may have changed what the transform has read; a view
+        # that it has captured is computed anew at each use
+        whole = all(id(t) in taken or tracing.node_of(t).parent is None for t in watched)
+        ctx.values = whole and (
+            [tracing.value_of(t) for t in outs],
+            [taken[id(t)] if id(t) in taken else tracing.value_of(t) for t in watched],
+        )
         ctx.save_for_backward(*watched)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*pick(outs, [not kind for kind in ctx.kinds]))
@@ -245,7 +252,7 @@ class _Attached(Untransformed):
 
         found = iter(ctx.again(back, [*watched, *cts])[0])
         grads = [next(found) if here else None for here in needed]
-        return (None, None, None, None, None, *grads)
+        return (None, None, None, None, None, None, *grads)
 
 
 @contextlib.contextmanager

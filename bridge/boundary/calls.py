@@ -194,7 +194,7 @@ def apply(
             outs = operands.stop_tangents(outs)
         made: list[torch.Tensor] = [wrap(v, device) for v in outs]
         _share(result, leaves, made)
-        return autograd.attached(apply, made, compute, leaves, draw_again), result.meta
+        return autograd.attached(apply, made, compute, leaves, values, draw_again), result.meta
     return _in_jax(compute, leaves, lasting)
 
 

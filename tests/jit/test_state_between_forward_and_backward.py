@@ -49,7 +49,10 @@ TRANSFORMS: dict[str, Callable[[Any, Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("backward", [False, True])
-def test_gradients_of_what_was_computed(name: str, transform: str, backward: bool) -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_of_what_was_computed(
+    name: str, transform: str, backward: bool, view: bool
+) -> None:
     function, change = CHANGES[name]
     found = []
     for F, wrap in ((torch.func, lambda f: f), (torchfunc_jax, jit)):
@@ -64,7 +67,8 @@ def test_gradients_of_what_was_computed(name: str, transform: str, backward: boo
         layer = torch.nn.Linear(3, 3)
 
         def step(x: torch.Tensor, F: Any = F, s: Any = s, layer: Any = layer) -> Any:
-            out = TRANSFORMS[transform](F, lambda r: function(s, r), layer(x))
+            y = layer(x)[1:] if view else layer(x)
+            out = TRANSFORMS[transform](F, lambda r: function(s, r), y)
             with torch.no_grad():
                 change(s)
             if not backward:

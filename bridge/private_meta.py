@@ -75,7 +75,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
         ),
         bool,
     ),
-    **dict.fromkeys(("guarding_hint_or_throw", "hint_int", "guard_int"), int),
+    **dict.fromkeys(("guarding_hint_or_throw", "hint_int", "guard_int", "size_hint"), int),
     "sym_and": lambda *conds: all(conds),
     "sym_or": lambda *conds: any(conds),
     "sym_eq": _equal,

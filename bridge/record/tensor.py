@@ -176,7 +176,8 @@ class Recorded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        levels = [x.level for x in (*args, *(kwargs or {}).values()) if type(x) is Recorded]
+        given, _ = trees.flatten((args, kwargs))  # collectives take lists
+        levels = [x.level for x in given if type(x) is Recorded]
         if not any(level.owner is state.recorder for level in levels):
             raise escaped(*levels[:1])
         raise Unrecordable(str(func))

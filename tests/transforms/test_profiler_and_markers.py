@@ -228,8 +228,19 @@ def test_collectives_of_one_process(_group):
 
     x = torch.randn(4, 3)
     in_every_way(total, x[0], grads=False, lanes=False)
-    _refused_by_vmap(total, x)
     same(jit(vmap(total))(x), x * x)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for c10d::"):
+        torch.func.vmap(total)(x)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for c10d::"):
+        vmap(total)(x)
+    for collective in (torch.distributed.broadcast, torch.distributed.reduce):
+        found = grad(lambda x: _after(collective, x.square()).sum())(x)
+        same(found, 2 * x)
+
+
+def _after(collective, x):
+    collective(x, 0)
+    return x
 
 
 def test_several_processes_are_refused(_group, monkeypatch):

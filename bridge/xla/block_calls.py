@@ -9,6 +9,7 @@ is copied, and memory is as in a program without loops.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,12 @@ class BlockCalls:
     def repeated(self) -> float:
         """How often a piece is called, on average."""
         return len(self.steps) / len(self.pieces)
+
+    def of(self, pieces: Sequence[Any]) -> BlockCalls:
+        """The same program as calls of these pieces, which are compiled in another way."""
+        found = copy.copy(self)
+        found.pieces, found.calls = [*pieces], []
+        return found
 
     def in_one(self, *args: Any) -> Any:
         """The same as one function, with the blocks one after the other."""

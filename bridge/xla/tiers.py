@@ -116,7 +116,8 @@ class Once:
             if self._device == default
             else functools.partial(jax.default_device, device)
         )
-        self._again: Callable[[], Any] | None = None  # lowers it again, to compile it well
+        # lowers it again, to compile it well, and gives its operations if it is a part
+        self._again: Callable[[], tuple[Any, Jaxpr | None]] | None = None
         self.executable: Any = run  # None: it is not compiled yet
         # Whether it is, or will be, compiled fast. Whoever asks for determinism compares the first
         # call with later ones, and has programs of their own, because the setting is part of a
@@ -161,9 +162,9 @@ class Once:
                     if kept is not None or (whole and _small(traced.jaxpr.jaxpr)):
                         self.fast = False
                     elif calls is not None:
-                        kept = executables.Kept(calls, False, 0.0)
+                        kept = executables.Kept(calls, False, sum(p.took for p in calls.pieces))
                     elif self.fast:
-                        self._again = _lowering(traced, args)
+                        self._again = _lowering(traced, args, self.part)
                         kept = executables.found(self.name, True, self.stored)
                     if kept is None:
                         kept = self._compile(lowered, traced.jaxpr.jaxpr)
@@ -171,30 +172,37 @@ class Once:
                 # what was found has taken another function, or process, longer
                 self.took = max(time.perf_counter() - start, kept.seconds)
                 if isinstance(self.executable, BlockCalls):
-                    self.took *= self.executable.repeated  # what XLA compiles well is each block
+                    self.took *= _price(self.executable)
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
     def _by_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> BlockCalls:
-        """A program with loops over blocks, compiled piece by piece; compiled well, it is one, with
-        its blocks one after the other.
+        """A program with loops over blocks, compiled piece by piece; first its pieces are compiled
+        well, and in the end it is one program, with its blocks one after the other.
         """
         made = functools.partial(
             Once, device=self._device, fast=self.fast, stored=self.stored, part=True
         )
         calls = BlockCalls(traced.jaxpr, jax.tree.structure(traced.out_info), made)
         avals = jax.tree.unflatten(jax.tree.structure(args), traced.jaxpr.in_avals)
-        self._again = lambda: jax.jit(calls.in_one).lower(*avals)
+        self._again = lambda: (jax.jit(calls.in_one).lower(*avals), None)
         return calls
 
-    def _compile(self, lowered: Any, jaxpr: Jaxpr | None = None) -> executables.Kept:
-        """Compile what is lowered; jaxpr: its operations, if it is to be compiled fast."""
+    def _compile(self, lowered: Any, jaxpr: Jaxpr | None) -> executables.Kept:
+        """Compile what is lowered; jaxpr: its operations, None if it is no part and is compiled
+        well.
+
+        A part that runs well has vectorized code and no other optimization: that is a fifth of the
+        time to compile, and runs no slower, because a part is small.
+        """
         start, before = time.perf_counter(), state.from_jax
-        if self._device.platform == "cpu":
+        cpu = self._device.platform == "cpu"
+        if cpu:
             fusions.limited(lowered)
-        executable = (
-            _fast(lowered, jaxpr, self.part) if self.fast and jaxpr is not None else _well(lowered)
-        )
+        if cpu and jaxpr is not None and (self.fast or self.part):
+            executable = _fast(lowered, jaxpr, not self.fast if self.part else _gains(jaxpr))
+        else:
+            executable = _well(lowered)
         seconds = time.perf_counter() - start
         kept = executables.Kept(executable, state.from_jax == before, seconds)
         executables.keep(self.name, self.fast, kept)
@@ -231,7 +239,19 @@ class Once:
             found.name = self.name
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 kept = executables.found(self.name, False, self.stored)
-                found.executable, found.storable, found.took = kept or found._compile(self._again())
+                if (
+                    kept is None
+                    and isinstance(self.executable, BlockCalls)
+                    and _quick(self.executable)
+                ):
+                    pieces = [piece.well() for piece in self.executable.pieces]
+                    kept = executables.Kept(self.executable.of(pieces), False, 0.0)
+                    found.fast, found._again = True, self._again
+                found.executable, found.storable, found.took = kept or found._compile(
+                    *self._again()
+                )
+            if found.fast:
+                found.took = self.took * _price(found.executable) / _price(self.executable)
             process.compiler.idle.append(found._stores())  # this is its thread
         return found
 
@@ -304,12 +324,14 @@ class Tiers:
         """
         found = self._next
         if found is not None and not private.bits_are_compared():
-            self.now, self._next = found, None
+            self.now, self._next, self._asked = found, None, False
 
 
-def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], Any]:
-    """A function that lowers the traced one anew. What is lowered takes a megabyte, and JAX keeps
-    it as long as the trace's own jaxpr.
+def _lowering(
+    traced: jax.stages.Traced, args: tuple[Any, ...], part: bool
+) -> Callable[[], tuple[Any, Jaxpr | None]]:
+    """A function that lowers the traced one anew, see ``Once._again``. What is lowered takes a
+    megabyte, and JAX keeps it as long as the trace's own jaxpr.
     """
     jaxpr, out = traced.jaxpr.replace(jaxpr=traced.jaxpr.jaxpr), jax.tree.structure(traced.out_info)
     avals = jax.tree.unflatten(jax.tree.structure(args), jaxpr.in_avals)
@@ -317,7 +339,19 @@ def _lowering(traced: jax.stages.Traced, args: tuple[Any, ...]) -> Callable[[], 
     def run(*given: Any) -> Any:
         return jax.tree.unflatten(out, jaxpr_as_fun(jaxpr)(*jax.tree.leaves(given)))
 
-    return lambda: jax.jit(run).lower(*avals)
+    return lambda: (jax.jit(run).lower(*avals), jaxpr.jaxpr if part else None)
+
+
+def _quick(calls: BlockCalls) -> bool:
+    """Whether a piece is compiled fast."""
+    return any(piece.fast for piece in calls.pieces)
+
+
+def _price(calls: BlockCalls) -> float:
+    """What to compile it better costs, by its own compilation: first each piece is compiled well,
+    and a call gains that as often as it calls one; then XLA compiles each block.
+    """
+    return 1 / calls.repeated if _quick(calls) else calls.repeated
 
 
 def _longest_sum(jaxpr: Jaxpr) -> int:
@@ -363,10 +397,10 @@ def _largest(operations: Sequence[JaxprEqn]) -> int:
     )
 
 
-def _fast(lowered: Any, jaxpr: Jaxpr, part: bool) -> jax.stages.Compiled:
+def _fast(lowered: Any, jaxpr: Jaxpr, vectorized: bool) -> jax.stages.Compiled:
     vector_products.as_sums(lowered, _FEW)
     options = _FAST | (_ONE_KERNEL if _longest_sum(jaxpr) <= _FEW else {})
-    if not part and _gains(jaxpr):
+    if vectorized:
         options["xla_backend_optimization_level"] = 1
     while True:
         try:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchfunc_jax
+from bridge import block_programs
 from bridge.process import Recent, process
 from bridge.xla import disk, executables, tiers
 from torchfunc_jax import functional_call, grad, jit, vmap
@@ -288,6 +289,42 @@ def test_a_program_that_comes_again_is_compiled_well(
     torch.testing.assert_close(f(X), torch.func.vmap(torch.func.jacrev(net))(X))
     assert compilations == ["fast", "well", "well", "well"]
     assert vmap(lambda row: row * 2)(X).shape == X.shape
+
+
+def test_equal_blocks_are_compiled_well_piece_by_piece_and_then_as_one_program(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_programs, "_FEWEST_OPERATIONS", 0)
+    monkeypatch.setattr(tiers, "_WORTH_OF_JITTED", 1e9)
+    monkeypatch.setattr(
+        process.compiler, "later", lambda work, idle=False: None if idle else work()
+    )
+    levels: list[int] = []
+    fast = tiers._fast
+    monkeypatch.setattr(
+        tiers,
+        "_fast",
+        lambda lowered, jaxpr, vectorized: (
+            levels.append(vectorized),
+            fast(lowered, jaxpr, vectorized),
+        )[1],
+    )
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(9)]
+    net = nn.Sequential(nn.Sequential(*layers), nn.Linear(6, 3)).double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    step, y = _step(net), torch.tensor([0, 1, 2, 1])
+    want = torch.func.grad(
+        lambda params: functional.cross_entropy(functional_call(net, params, (X,)), y)
+    )(params)
+    f = jit(step)
+    counts = []
+    for _ in range(5):
+        torch.testing.assert_close(f(params, X, y), want)
+        counts.append((levels.count(False), levels.count(True), compilations.count("well")))
+    pieces = counts[0][0]
+    assert counts[0] == (pieces, 0, 0) and 3 <= pieces <= 6
+    assert counts[1] == (pieces, pieces, 0) and counts[2:] == [(pieces, pieces, 1)] * 3
 
 
 @pytest.mark.parametrize("rows, operations, level", [(4, 20, 0), (128, 20, 1), (128, 400, 0)])

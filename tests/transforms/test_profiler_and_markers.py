@@ -4,6 +4,7 @@ wrapped for data parallelism run.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Iterator
@@ -234,13 +235,13 @@ def test_collectives_of_one_process(_group):
     with pytest.raises(RuntimeError, match="Batching rule not implemented for c10d::"):
         vmap(total)(x)
     for collective in (torch.distributed.broadcast, torch.distributed.reduce):
-        found = grad(lambda x: _after(collective, x.square()).sum())(x)
-        same(found, 2 * x)
+        same(grad(functools.partial(_summed_after, collective))(x), 2 * x)
 
 
-def _after(collective, x):
-    collective(x, 0)
-    return x
+def _summed_after(collective, x):
+    y = x.square()
+    collective(y, 0)
+    return y.sum()
 
 
 def test_several_processes_are_refused(_group, monkeypatch):

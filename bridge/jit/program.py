@@ -44,7 +44,7 @@ from bridge.jit.simplify import simplified
 from bridge.lowering.common import varying
 from bridge.process import having
 from bridge.programs import closure_scan
-from bridge.programs.guards import Guards, Questions
+from bridge.programs.guards import Guards, ValueOf
 from bridge.programs.places import GradOf, OfArgument, Place
 from bridge.trace import python_numbers, random_keys, tracing
 from bridge.trace.aliasing import View
@@ -199,9 +199,7 @@ class Program:
         """
         first = len(self.jaxpr.jaxpr.invars) - len(self.places) - 1 - len(self.numbers)
         written = {self.places[i - first].identity for i in self.written if i >= first}
-        asked = [p for p, _ in self.guards.asked]
-        if self.guards.questions is not None:
-            asked += self.guards.questions.places.values()
+        asked = [p for of, _ in self.guards.places if type(of) is ValueOf for p in of.key.values()]
         return [*self.changes, *[f"the values of {p}" for p in asked if p.identity in written]]
 
     def whole(self) -> Program:
@@ -394,7 +392,9 @@ def trace(
             root.constant = frozenset(asked_of)
             if asking:
                 root.answers = info["answers"] = Answers(
-                    [root.overrides[key] for key in asked_of], [*asked_of.values()]
+                    [root.overrides[key] for key in asked_of],
+                    [*asked_of.values()],
+                    [place for _, place in asking],
                 )
 
             def key_of(generator: torch.Generator | None) -> Any:
@@ -505,9 +505,11 @@ def trace(
         [s | t for s, t in zip(flow(jaxpr, bits, rules), targets, strict=True)]
         for rules in (False, True)
     )
-    rules = [*info["answers"].asked] if asking else []
-    asked = [asking[rule.number] for rule in rules if rule.lower is None]
-    questions = [rule for rule in rules if rule.lower is not None]
+    asked = (
+        [ValueOf(rule, asking, rule in info["answers"].items) for rule in info["answers"].asked]
+        if asking
+        else []
+    )
     places = [candidates[k][1] for k in used]
     program = Program(
         closed.replace(jaxpr=jaxpr),
@@ -521,9 +523,6 @@ def trace(
                 for c in info["changes"]
                 if c.there is not None and (c.key is None or found.names(c.key))
             ],
-            Questions(questions, [(asked_of[id(t)], place) for t, place in asking])
-            if questions
-            else None,
         ),
         spec,
         static,
@@ -571,6 +570,17 @@ class _ValuesFromOutside(TorchFunctionMode):
             state.level.root.flagged.add(id(args[0]))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
+        known = state.level.root.answers
+        if known is not None:
+            if func is torch.Tensor.item:
+                number = known.number(tracing.value_of(args[0]))
+                if number is not None:
+                    return number
+            for name in _SCALARS.intersection(kwargs or ()):  # PyTorch takes the number of a tensor
+                x = kwargs[name]
+                if isinstance(x, torch.Tensor) and (name != "value" or func in _WITH_SCALAR_VALUE):
+                    number = known.number(tracing.value_of(x))
+                    kwargs = {**kwargs, name: x if number is None else number}
         if (
             func in _AS_NUMBER
             and type(args[0]) is not tracing.Traced
@@ -640,6 +650,13 @@ _BY_RULE = frozenset(
         torch._VF.lstm_cell,
         torch._VF.gru_cell,
     ]
+)
+#: Arguments that are numbers, and functions in which ``value`` is one.
+_SCALARS = frozenset(["alpha", "beta", "value"])
+_WITH_SCALAR_VALUE = frozenset(
+    f
+    for name in ("addcdiv", "addcmul")
+    for f in (getattr(torch, name), getattr(torch.Tensor, name), getattr(torch.Tensor, f"{name}_"))
 )
 _AS_NUMBER = frozenset(
     [torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__complex__, torch.Tensor.__index__]

@@ -24,7 +24,7 @@ from bridge.cache_keys import identical
 from bridge.convert import tensors
 from bridge.process import process
 from bridge.programs import closure_scan
-from bridge.programs.places import Asked, Entry, GradOf, Place, Slots
+from bridge.programs.places import Asked, Entry, GradOf, OfArgument, Place, Slots
 from bridge.trace import answers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import is_input
@@ -141,44 +141,74 @@ def _hooks(d: dict[str, Any]) -> tuple[int, ...]:
     return tuple([key for name in closure_scan.HOOKS for key in d[name]])
 
 
-class Questions:
-    """What a function has asked of values that are computed from captured tensors.
+class ValueOf(Place):
+    """What Python asks of a value that is computed from captured tensors: a number, which may
+    become an input of programs, or the bytes of several ones.
 
     Args:
-        asked: the rules of what it has asked for, of ``answers.Answers``.
-        known: (its value in the trace, its place) by the number that the rules have for a tensor.
+        rule: of the value, one of ``answers.Answers``.
+        known: (the captured tensor, its place) by the numbers that rules have for them.
+        by_item: whether Python has got a number by ``item()``, and another one can take its place.
 
     Attributes:
-        places: of those that the questions are about.
+        before: the answer in the trace.
     """
 
-    __slots__ = ("_answers", "_function", "places")
+    __slots__ = ("_identity", "before", "by_item", "function", "kinds")
 
     def __init__(
-        self, asked: Sequence[answers.Rule], known: Sequence[tuple[np.ndarray, Place]]
+        self, rule: answers.Rule, known: Sequence[tuple[torch.Tensor, Place]], by_item: bool
     ) -> None:
-        used = sorted(set().union(*[rule.of() for rule in asked]))
+        super().__init__(rule, {k: known[k][1] for k in sorted(rule.of())})
+        # without a call there are no arguments
+        self.by_item = by_item and not any(
+            isinstance(place.container, OfArgument) for place in self.key.values()
+        )
+        self._identity = rule.identity([p for _, p in known]) if self.by_item else id(self)
+        # as one program: another one may round in another way
+        self.function = jax.jit(lambda values: rule.evaluated(values, {}))
+        given = {k: known[k][0] for k in self.key}
+        self.kinds, self.before = self._kinds(given), self._answer(given)
 
-        def compute(values: dict[int, Any]) -> list[Any]:
-            done: dict[int, Any] = {}
-            return [rule.evaluated(values, done) for rule in asked]
+    @staticmethod
+    def _kinds(given: dict[int, torch.Tensor]) -> list[Any]:
+        return [(t.dtype, t.shape, t.requires_grad) for t in given.values()]
 
-        self._function = jax.jit(compute)
-        self.places = {k: known[k][1] for k in used}
-        # by the same program as later: another one may round in another way
-        self._answers = self._asked({k: known[k][0] for k in used})
-
-    def _asked(self, values: dict[int, np.ndarray]) -> list[bytes]:
+    def _answer(self, given: dict[int, torch.Tensor]) -> Any:
+        if self.container.lower is None and given[self.container.number].numel() == 1:
+            return given[self.container.number].item()
+        values = {k: np.array(tensors.to_jax(t)) for k, t in given.items()}
         with jax.enable_x64(True), compiling.correctly():
-            return [np.asarray(x).tobytes() for x in self._function(values)]
+            found = np.asarray(self.function(values))
+        return found.item() if found.size == 1 else found.tobytes()
 
-    def hold(self) -> bool:
-        """Whether the answers are as they were."""
-        found = {k: current(place) for k, place in self.places.items()}
-        if not all(isinstance(t, torch.Tensor) for t in found.values()):
-            return False
-        now = {k: np.array(tensors.to_jax(t)) for k, t in found.items()}
-        return self._asked(now) == self._answers
+    def get(self) -> Any:
+        if self.identity in state.standing:
+            return state.standing[self.identity]
+        given = {k: place.get() for k, place in self.key.items()}
+        if self._kinds(given) != self.kinds:
+            raise LookupError
+        return self._answer(given)
+
+    def put(self, x: Any) -> None:
+        others = dict(state.standing)
+        others.pop(self.identity, None)  # keys in it may be tensors, which ``==`` does not compare
+        state.standing = others
+        if is_input(x) or identical(self.get()) != identical(x):
+            state.standing = {**others, self.identity: x}
+
+    def holds(self) -> bool:
+        return self.by_item
+
+    @property
+    def identity(self) -> Any:
+        return self._identity
+
+    def __str__(self) -> str:
+        captured = ", ".join(map(str, self.key.values()))
+        if self.container.lower is None:
+            return f"{captured}, whose values Python asked for,"
+        return f"what Python asked of the values of {captured}"
 
 
 class Guards:
@@ -189,8 +219,7 @@ class Guards:
         found: the result of ``closure_scan.scan`` before the function was traced. Places that the
             trace has changed are not checked: the function itself has changed them, and a jitted
             function's Python runs only when it is traced.
-        asked: tensors whose values the function has asked for, with their places.
-        questions: what it has asked of values computed from captured tensors.
+        asked: what it has asked of the values of captured tensors.
         read: the places of the ``.grad``s that were read in the trace and are to be compared; None:
             those that the function names.
         there: places that the function reads and fills, or empties, each with whether something
@@ -203,7 +232,6 @@ class Guards:
 
     __slots__ = (
         "absent",
-        "asked",
         "codes",
         "data",
         "grouped",
@@ -213,7 +241,6 @@ class Guards:
         "numbers",
         "objects",
         "places",
-        "questions",
         "single",
         "sizes",
         "there",
@@ -222,13 +249,11 @@ class Guards:
     def __init__(
         self,
         found: closure_scan.Found,
-        asked: Sequence[tuple[torch.Tensor, Place]] = (),
+        asked: Sequence[ValueOf] = (),
         read: Sequence[tuple[Place, Any]] | None = None,
         there: Sequence[tuple[Place, bool]] = (),
-        questions: Questions | None = None,
     ) -> None:
-        self.there, self.questions = there, questions
-        self.asked = [(place, _content(t)) for t, place in asked]
+        self.there = there
         modules = [(type(m).__name__, m.__dict__) for m in found.modules.values()]
         self.modules = [
             (d, name, d["training"], [*d["_modules"].items()], _hooks(d), d.get("forward"))
@@ -244,6 +269,7 @@ class Guards:
         self.places = [
             (p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)
         ]
+        self.places += [(p, p.before) for p in asked]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.nested, self.single = _grouped(
             [(p, x) for p, x in self.places if not _is_code(p)]
@@ -274,8 +300,6 @@ class Guards:
             or self.data
             or self.sizes
             or self.absent
-            or self.asked
-            or self.questions
             or self.there
         )
 
@@ -327,11 +351,6 @@ class Guards:
                     and closure_scan.frozen(now) != data
                 ):
                     return False
-            for place, content in self.asked:
-                if _content(place.get()) != content:
-                    return False
-            if self.questions is not None and not self.questions.hold():
-                return False
             for place, keys in self.sizes:
                 if not _has_keys(place.get(), keys):
                     return False
@@ -382,20 +401,15 @@ class Guards:
             now = current(place)
             if _same(now, child):
                 continue
-            if isinstance(child, _BY_VALUE):
+            if type(place) is ValueOf and type(child) is bytes:
+                yield f"{place} has others than before"
+            elif isinstance(child, _BY_VALUE):
                 yield f"{place} was {child!r} and now is {now!r}"
             else:
                 yield f"{place} was one {_replaced(child, now)}"
         for place, _, _, data in self.data:
             if closure_scan.frozen(current(place)) != data:
                 yield f"{place} holds other numbers than before"
-        for place, content in self.asked:
-            t = current(place)
-            if not isinstance(t, torch.Tensor) or _content(t) != content:
-                yield f"{place}, whose values Python asked for, holds other values than before"
-        if self.questions is not None and not self.questions.hold():
-            places = ", ".join(map(str, self.questions.places.values()))
-            yield f"what Python asked of the values of {places} has another answer than before"
         for where, names in self.absent:
             attributes = current(where) if isinstance(where, Place) else where
             for name in names.intersection(attributes if attributes is not GONE else ()):
@@ -466,12 +480,6 @@ def _numbers_in(x: Any, place: Place) -> Iterator[tuple[Place, Any]]:
             yield Entry(place, key), child
         else:
             yield from _numbers_in(child, Entry(place, key))
-
-
-def _content(t: torch.Tensor) -> tuple[Any, ...]:
-    """All that Python can see of a tensor without a derivative."""
-    values = t.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    return t.dtype, t.shape, t.requires_grad, values.numpy().tobytes()
 
 
 def _holds(container: Any, entries: Any) -> bool:

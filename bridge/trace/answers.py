@@ -19,6 +19,9 @@ from bridge.trace import python_numbers
 from bridge.trace.folding import NotConstant
 from bridge.trace.levels import state
 
+#: Rules with more operations give no numbers that are inputs of programs.
+_LARGEST = 32
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Rule:
@@ -30,6 +33,15 @@ class Rule:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     number: int  # of the result among the lowering's
+    # how many operations it consists of, one that it takes twice counted twice
+    size: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = 1 + sum(rule.size for rule in self.taken())
+
+    def taken(self) -> list[Rule]:
+        """The rules among its operands."""
+        return [x for x in jax.tree.leaves((self.args, self.kwargs)) if isinstance(x, Rule)]
 
     def key(self) -> Any:
         """What two rules have in common that give the same."""
@@ -39,12 +51,21 @@ class Rule:
         except TypeError:  # it is not hashable
             return self
 
+    def identity(self, places: Sequence[Any]) -> Any:
+        """Equal for two rules, of one trace or of two, that give the same of the same tensors;
+        places: of the captured tensors.
+        """
+        if self.lower is None:
+            return places[self.number].identity
+        leaves, tree = jax.tree.flatten((self.args, self.kwargs))
+        found = [x.identity(places) if isinstance(x, Rule) else _identity(x) for x in leaves]
+        return self.lower, self.number, tree, *found
+
     def of(self) -> set[int]:
         """The numbers of the captured tensors that it takes."""
         if self.lower is None:
             return {self.number}
-        rules = [x for x in jax.tree.leaves((self.args, self.kwargs)) if isinstance(x, Rule)]
-        return set().union(*[rule.of() for rule in rules])
+        return set().union(*[rule.of() for rule in self.taken()])
 
     def evaluated(self, tensors: Mapping[int, Any], done: dict[int, Any]) -> Any:
         """What it gives for these values of the captured tensors; done: what rules have given, by
@@ -74,12 +95,17 @@ class Answers:
 
     Args:
         tracers, values: of the captured tensors, their values in the trace and now.
+        places: where these tensors are.
 
     Attributes:
         asked: the answer to each question, by the rule of what is asked for.
+        items: the rules of values of which Python has got a number by ``item()``.
     """
 
-    def __init__(self, tracers: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, tracers: Sequence[Any], values: Sequence[np.ndarray], places: Sequence[Any]
+    ) -> None:
+        self.places, self.items = places, set[Rule]()
         # by id: the value in the trace, which is kept alive, its value now, how it is computed
         self._known: dict[int, tuple[Any, Any, Rule]] = {
             id(t): (t, v, Rule(None, (), {}, k))
@@ -130,6 +156,16 @@ class Answers:
         """
         found = [self.answer(x) for x in jax.tree.leaves((args, kwargs))]
         return None if all(x is None for x in found) else self._with(1, args, kwargs)
+
+    def number(self, value: Any) -> Any:
+        """What stands for the number that ``item()`` gives of a value; None if nothing does."""
+        if id(value) not in self._known:
+            return None
+        rule = self._known[id(value)][2]
+        if rule.size > _LARGEST:
+            return None
+        self.items.add(rule)
+        return state.standing.get(rule.identity(self.places)) if state.standing else None
 
     def answer(self, value: Any) -> np.ndarray | None:
         """The value, if it is known; the question is noted."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,8 @@ class _State(threading.local):
     # whether un-jitted calls belong to a trace of JAX's own, also those without jax.Arrays
     in_jax = False
     numbers: Any = None  # the python_numbers.Inputs of the program that is being traced
+    # by the identity of a place, a number that stands for what is there (``guards.ValueOf``)
+    standing: Mapping[Any, Any] = types.MappingProxyType({})
     arguments: Any = ()  # the leaves of the arguments of the compiled program that is called
     given: Any = ((), {})  # and the arguments themselves, the positional and the named ones
     replaying = False  # a record's program is being traced; calls from other lines will run it too

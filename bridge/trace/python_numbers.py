@@ -78,7 +78,8 @@ class Inputs:
         """While entered, the function is traced; floats and ints hold the numbers, and value_of
         gives a tensor's JAX value.
         """
-        self._vectors, self._value_of = {float: floats, int: ints}, value_of
+        # a trace that was given up may come before
+        self.closed, self._vectors, self._value_of = False, {float: floats, int: ints}, value_of
         try:
             with having(state, numbers=self):
                 yield

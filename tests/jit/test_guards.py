@@ -1728,7 +1728,7 @@ def test_one_program_for_each_value_that_was_asked_for() -> None:
             same(fn(X), X[:, mask].sum() * weight)
     assert len(fn.programs()) == 2
     assert (
-        "the variable mask, whose values Python asked for, holds other values than before"
+        "the variable mask, whose values Python asked for, has others than before"
         in fn.programs()[0].why
     )
 

@@ -135,6 +135,54 @@ def _a_number(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
     return m.lin(x) * m.steps.item()
 
 
+def _a_decay(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    """As in packages for averages of weights."""
+    step = m.steps.item()
+    m.steps += 1
+    if step % 2:
+        return m.lin(x)
+    epoch = (m.steps - 3).clamp(min=0)
+    decay = 0.0 if epoch.item() <= 0 else min(1 - (1 + epoch.item() / 2.0) ** -0.66, 0.7)
+    with torch.no_grad():
+        m.total[:3].lerp_(x.mean(0), 1.0 - decay)
+    return m.lin(x) + m.total[:3]
+
+
+def _two_numbers(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 2
+    with torch.no_grad():
+        m.scale.mul_(1.1)
+    return m.lin(x) ** 2 / m.steps.item() - m.scale.item()
+
+
+def _a_number_in_a_gradient(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return F.grad(lambda x: (m.lin(x) * m.steps.item()).sin().sum())(x)
+
+
+def _a_number_in_a_vmap(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return F.vmap(lambda row: m.lin(row) * 0.9 ** m.steps.item())(x)
+
+
+def _a_number_that_is_kept(F: Any, m: Counting, x: torch.Tensor) -> Any:
+    m.steps += 1
+    m.last = m.steps.item() + 1
+    return m.lin(x), m.last, m.steps.item()
+
+
+def _a_number_of_repetitions(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(m.steps.item()):
+        x = m.lin(x)
+    return x * m.steps.item()
+
+
+def _a_number_of_a_sum(F: Any, m: Counting, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        m.total.add_(torch.arange(4.0))
+    return m.lin(x) * (m.total.sum() / 3).item()
+
+
 #: Each with the number of its programs for ten calls.
 STEPS: dict[str, tuple[Step, int]] = {
     "before it counts": (_asked_before_it_counts, 2),
@@ -150,7 +198,14 @@ STEPS: dict[str, tuple[Step, int]] = {
     "beside a mask": (_beside_a_mask, 2),
     "two questions": (_two_questions, 3),
     "without gradients": (_without_gradients, 2),
-    "a number": (_a_number, 6),  # each value is an answer: after six, the function itself is called
+    "a number": (_a_number, 2),
+    "a decay": (_a_decay, 4),
+    "two numbers": (_two_numbers, 2),
+    "a number in a gradient": (_a_number_in_a_gradient, 2),
+    "a number in a vmap": (_a_number_in_a_vmap, 2),
+    "a number that is kept": (_a_number_that_is_kept, 2),
+    "a number of repetitions": (_a_number_of_repetitions, 1),
+    "a number of a sum": (_a_number_of_a_sum, 2),
 }
 
 
@@ -167,6 +222,32 @@ def test_programs_belong_to_answers(name: str) -> None:
     assert len(fast.programs()) == programs
 
 
+def test_numbers_that_others_set() -> None:
+    """Also of other dtypes, and those that are not finite or large."""
+    scale, n = torch.tensor(1.5), torch.tensor(2)
+    cells = {"scale": scale}
+    fast = jit(lambda x: x * cells["scale"].item() + n.item() // 2)
+    for k, value in enumerate([1.5, 2.0, 2.5, -0.0, float("inf"), float("nan"), 1e30]):
+        scale.fill_(value), n.fill_(3 * k)
+        x = torch.tensor([1.0, -2.0])
+        same(fast(x), x * scale.item() + n.item() // 2)
+    assert len(fast.programs()) == 2
+    for value in (3.25, 4.0):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            cells["scale"] = torch.tensor(value, dtype=torch.float64).to(dtype)
+            same(fast(x), x * cells["scale"].item() + n.item() // 2)
+    cells["scale"] = torch.tensor([1.0, 2.0])
+    with pytest.raises(RuntimeError, match="2 elements cannot be converted to Scalar"):
+        fast(x)
+
+
+def test_a_question_before_a_comparison_of_numbers() -> None:
+    n = torch.tensor(3)
+    fast = jit(lambda x, k: (1 if n > 1 else 0) + (x * 2 if k > 3 else x))
+    found = [fast(torch.ones(()), k).item() for k in (0, 1, 2, 4, 5, 1)]
+    assert found == [2.0, 2.0, 2.0, 3.0, 3.0, 2.0] and len(fast.programs()) == 3
+
+
 def test_a_counter_that_others_set() -> None:
     m, fast = Counting(), jit(_asked_before_it_counts)
     for steps in (0, 1, 3, 3000, 2, 6):
@@ -177,6 +258,32 @@ def test_a_counter_that_others_set() -> None:
     assert len(fast.programs()) == 2
     m.register_buffer("steps", torch.tensor(2.0))  # of another dtype
     same(fast(None, m, torch.ones(2, 3)), m.lin(torch.ones(2, 3)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, programs", [("RAdam", 3), ("ASGD", 2), ("Adamax", 2), ("NAdam", 2)])
+def test_optimizers_that_take_the_number_of_the_step(name: str, programs: int) -> None:
+    """RAdam compares a number of it, too."""
+
+    def trained(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        optimizer = getattr(torch.optim, name)(model.parameters(), 1e-2, weight_decay=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        losses = [run(torch.randn(5, 4).double()) for _ in range(9)]
+        return losses, model.state_dict(), optimizer.state_dict()["state"], run
+
+    *mine, fast = trained(jit)
+    *theirs, _ = trained(lambda f: f)
+    same(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert len(fast.programs()) == programs
 
 
 def test_averages_of_weights_in_a_jitted_step() -> None:

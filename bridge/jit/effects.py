@@ -90,7 +90,13 @@ class Effects(NamedTuple):
         source = _Unpickler(io.BytesIO(self.made))
         # before anything is changed: what is at a place may be replaced by a change
         source.parts = [
-            x.value if type(x) is _Known else x.place.get() if type(x) is _Argument else x
+            x.value
+            if type(x) is _Known
+            else x.place.get()
+            if type(x) is _Argument
+            else x.tensor.item()
+            if type(x) is _Item
+            else x
             for x in self.parts
         ]
         for owner, change in zip(owners, self.changes, strict=True):
@@ -234,6 +240,12 @@ class _Argument:
     place: Place
 
 
+class _Item(NamedTuple):
+    """The number that a tensor holds, as a part."""
+
+    tensor: Any
+
+
 class _Done(NamedTuple):
     """A change with its value in the trace, and where that is, in words."""
 
@@ -325,6 +337,8 @@ class _Pickler(pickle.Pickler):
         )
 
     def _part(self, x: Any) -> Any:
+        if python_numbers.is_late(x):
+            return _Item(_outside(x.node.tensor))
         if isinstance(x, (*_CONSTANT, type)) or python_numbers.is_input(x):
             return x
         if isinstance(x, torch.Tensor | jax.Array) and id(x) in self.leaves:
@@ -371,6 +385,8 @@ class _Pickler(pickle.Pickler):
         """
         if before is after:
             return True
+        if python_numbers.is_late(after):
+            return False
         if type(before) is not type(after) or before is MISSING or isinstance(after, torch.Tensor):
             return False
         if isinstance(after, _CONSTANT):
@@ -392,7 +408,7 @@ class _Pickler(pickle.Pickler):
     def is_of_trace(self, value: Any) -> bool:
         """Whether a tensor or a number of the trace is in a value."""
         parts = [x.value if type(x) is _Known else x for x in self._content(value)[1]]
-        return any(type(x) is Traced or python_numbers.is_input(x) for x in parts)
+        return any(type(x) in (Traced, _Item) or python_numbers.is_input(x) for x in parts)
 
 
 # -- tensors ---------------------------------------------------------------------------------------

@@ -460,7 +460,7 @@ def trace(
 
     folded = max(state.folded, _ASKED) if asking else state.folded
     with (
-        having(state, folded=folded),
+        having(state, folded=folded, numbers=state.numbers),
         jax.enable_x64(True),
         compiling.correctly(),
         meshes.on_auto_axes(),
@@ -570,17 +570,13 @@ class _ValuesFromOutside(TorchFunctionMode):
             state.level.root.flagged.add(id(args[0]))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
-        known = state.level.root.answers
-        if known is not None:
-            if func is torch.Tensor.item:
-                number = known.number(tracing.value_of(args[0]))
-                if number is not None:
-                    return number
-            for name in _SCALARS.intersection(kwargs or ()):  # PyTorch takes the number of a tensor
-                x = kwargs[name]
-                if isinstance(x, torch.Tensor) and (name != "value" or func in _WITH_SCALAR_VALUE):
-                    number = known.number(tracing.value_of(x))
-                    kwargs = {**kwargs, name: x if number is None else number}
+        if func is torch.Tensor.item and (number := self._number(args[0])) is not None:
+            return number
+        for name in _SCALARS.intersection(kwargs or ()):  # PyTorch takes the number of a tensor
+            x = kwargs[name]
+            if isinstance(x, torch.Tensor) and (name != "value" or func in _WITH_SCALAR_VALUE):
+                number = self._number(x)
+                kwargs = {**kwargs, name: x if number is None else number}
         if (
             func in _AS_NUMBER
             and type(args[0]) is not tracing.Traced
@@ -606,6 +602,14 @@ class _ValuesFromOutside(TorchFunctionMode):
                 {name: self._with_values(x) for name, x in (kwargs or {}).items()},
             )
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _number(t: torch.Tensor) -> Any:
+        """What stands for the number that a tensor holds; None if nothing does."""
+        known = state.level.root.answers
+        if known is not None and known.knows(value := tracing.value_of(t)):
+            return known.number(value)
+        return tracing.item_later(t)
 
     def _with_values(self, x: Any) -> Any:
         """An argument of a function of Python data, with the values of inputs, and of tensors from

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bridge import private_jax
 from bridge.cache_keys import identical
 from bridge.errors import DataDependentError
 from bridge.trace import python_numbers
@@ -135,7 +136,10 @@ class Answers:
             values = jax.tree.leaves(lower(*given, **named))
             for number, (t, v) in enumerate(zip(jax.tree.leaves(out), values, strict=True)):
                 rule = Rule(lower, rules, names, number)
-                self._known[id(t)] = t, v, self._rules.setdefault(rule.key(), rule)
+                # what has a rule of derivatives is computed in the transforms in progress
+                v = private_jax.innermost_removed(v, True)
+                if not isinstance(v, jax.core.Tracer):
+                    self._known[id(t)] = t, v, self._rules.setdefault(rule.key(), rule)
 
     def _with(self, place: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The arguments with what is there of known values in their place."""
@@ -156,6 +160,10 @@ class Answers:
         """
         found = [self.answer(x) for x in jax.tree.leaves((args, kwargs))]
         return None if all(x is None for x in found) else self._with(1, args, kwargs)
+
+    def knows(self, value: Any) -> bool:
+        """Whether the value is known."""
+        return id(value) in self._known
 
     def number(self, value: Any) -> Any:
         """What stands for the number that ``item()`` gives of a value; None if nothing does."""

@@ -88,7 +88,9 @@ class Inputs:
 
     def array(self, number: Number, dtype: Any = None) -> jax.Array:
         """The number as a 0-dim JAX value of the given dtype; None: of float64 or int64."""
-        if type(number) is _Row:
+        if type(number) is Late:
+            value = number.array
+        elif type(number) is _Row:
             value = self._row(number, dtype)
         else:
             at = self._slot(number, dtype)
@@ -239,6 +241,44 @@ class _Row(Number):
         raise NotInLoopError("a number whose value is asked for, in a loop")
 
 
+class Late(Number):
+    """A number that ``item()`` gives of a tensor of the trace, and that is known when the program
+    has run. Arithmetic with it becomes operations of the program.
+
+    Args:
+        array: its value in the trace, of float64 or int64.
+        wrap: makes a traced tensor of such a value.
+        refuse: raises the error for code that asks for the value.
+    """
+
+    __slots__ = ("array", "refuse", "tensor", "wrap")
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        array: jax.Array,
+        wrap: Callable[[jax.Array], torch.Tensor],
+        refuse: Callable[[], Any],
+    ) -> None:
+        kind = float if array.dtype == np.float64 else int
+        super().__init__(inputs, kind, ("late",), None, frozenset())
+        self.array, self.tensor, self.wrap, self.refuse = array, wrap(array), wrap, refuse
+
+    def asked(self) -> Any:
+        return self.refuse()
+
+    def applied(self, rule: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """An operation on this number and others."""
+        integers = all(
+            (o.kind if isinstance(o, Number) else type(o)) is not float for o in operands
+        )
+        if rule not in _OF_LATE or (rule is operator.pow and integers):
+            return self.asked()
+        values = [o.inputs.array(o) if isinstance(o, Number) else o for o in operands]
+        array = values[0].astype(float) if rule is float else rule(*values)
+        return _made(Late(self.inputs, array, self.wrap, self.refuse))
+
+
 def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> list[Any]:
     """The ``step`` numbers of one step of a loop, made from those of one repetition after the
     other; repetition: the present index.
@@ -270,6 +310,9 @@ def _applied(rule: Callable[..., Any], *operands: Any) -> Any:
     """
     if any(type(o) is _Row for o in operands):
         raise NotInLoopError("arithmetic with a number that is another one each time, in a loop")
+    late = next((o for o in operands if type(o) is Late), None)
+    if late is not None:
+        return late.applied(rule, operands)
     numbers = [o for o in operands if type(o) is Number]
     value = rule(*[o.value if type(o) is Number else o for o in operands])
     if all(n.inputs.closed for n in numbers):
@@ -302,6 +345,8 @@ def _asked(name: str) -> Callable[..., Any]:
 
 
 _UNARY, _BINARY = ("neg", "pos", "abs"), ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+#: What a program can compute of a ``Late`` as Python would.
+_OF_LATE = frozenset([float, *[getattr(operator, name) for name in (*_UNARY, *_BINARY)]])
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _ASKED = (
     "reduce",
@@ -370,6 +415,16 @@ Int = type("Int", (torch.SymInt,), _namespace(int))
 def is_input(x: Any) -> bool:
     """Whether x stands for a number that is an input of the program being traced."""
     return type(x) is Float or type(x) is Int
+
+
+def late(*args: Any) -> Any:
+    """The Float or Int that stands for a ``Late`` of these arguments."""
+    return _made(Late(*args))
+
+
+def is_late(x: Any) -> bool:
+    """Whether x stands for a number that is known when the program has run."""
+    return is_input(x) and type(x.node) is Late
 
 
 def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -540,6 +540,35 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
         raise unknown_value(what) from error
 
 
+def item_later(t: torch.Tensor) -> Any:
+    """What stands for the number ``t.item()`` of a jitted function that gets torch tensors; None
+    where nothing does: for a bool, for a constant, and where the tensor is another one in each lane
+    or repetition.
+    """
+    level = state.level
+    root = level.root
+    inside = [each for each in around(level) if each is not root]
+    if (
+        root.grads is None
+        or t.numel() != 1
+        or t.dtype is torch.bool
+        or t.is_complex()
+        or not all(each.kind is PLAIN or each.kind in DIFFERENTIATING for each in inside)
+    ):
+        return None
+    value = value_of(t)
+    if not isinstance(value, jax.core.Tracer):  # it is known now
+        return None
+    value = jax.lax.stop_gradient(value).reshape(())
+    array = value.astype(np.float64 if t.is_floating_point() else np.int64)
+    state.numbers = state.numbers or python_numbers.Inputs(())
+
+    def refuse() -> Any:
+        raise unknown_value("item()")
+
+    return python_numbers.late(state.numbers, array, lambda x: wrap(x, _CPU), refuse)
+
+
 #: Functions that read a tensor's memory without an operator that a dispatch mode sees.
 READS_MEMORY = frozenset(
     [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__]

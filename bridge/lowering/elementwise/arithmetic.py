@@ -532,7 +532,8 @@ def aten_clamp(self: Array, min: Any = None, max: Any = None) -> Array:
         )
     numbers = not (is_array(min) or is_array(max))
     nan_bounds = is_floating(dtype) and (
-        not numbers or any(b is not None and math.isnan(b) for b in (min, max))
+        not numbers
+        or any(b is not None and (hasattr(b, "as_array") or math.isnan(b)) for b in (min, max))
     )
     low, high = (
         None if b is None else bound(b, dtype, least) for b, least in ((min, True), (max, False))

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import Array, lax
 
@@ -96,10 +95,9 @@ def aten_copy(self: Array, src: Array, non_blocking: bool = False) -> Array:
 @lowering("aten.fill.Scalar", "aten.fill.Tensor")
 def aten_fill(self: Array, value: Any) -> Array:
     """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
-    if np.ndim(value) > 0:
+    if is_array(value) and value.ndim:
         raise RuntimeError(
-            "value: fill only supports a 0-dimensional value tensor, got "
-            f"{np.ndim(value)} dimensions"
+            f"value: fill only supports a 0-dimensional value tensor, got {value.ndim} dimensions"
         )
     return expand(
         cast(value, self.dtype) if is_array(value) else creation.number(value, self.dtype),

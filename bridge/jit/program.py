@@ -37,7 +37,7 @@ from bridge.boundary.results import (
     take_apart,
 )
 from bridge.convert import dtypes, tensors, trees
-from bridge.errors import CalledItself, DataDependentError, rewording
+from bridge.errors import CalledItself, DataDependentError, at_line, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
@@ -466,9 +466,17 @@ def trace(
         meshes.on_auto_axes(),
     ):
         avals = [aval(x) for x in call.arrays]
+        if state.numbers is not None:
+            state.numbers.late = []  # not those of a trace that was given up
         closed = jax.make_jaxpr(staged)(
             avals, [aval(t) for t, _ in candidates], jax.ShapeDtypeStruct((SEEDS,), np.int64)
         )
+        if state.numbers is not None and state.numbers.keeps_late():
+            raise DataDependentError(
+                "item() gives a number that is known when the program has run, and the function "
+                "keeps it where jit does not look: return it, or keep it in a list, a dict or an "
+                f"attribute that the function's code names{at_line()}"
+            )
     inputs = info["met"].keys() | {
         id(t) for t in [*info["written"], *[of for _, of, _ in info["shared"]]]
     }

@@ -11,8 +11,10 @@ that is noted: the program is then right for that value alone.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +57,7 @@ class Inputs:
         self.asked: set[int] = set()
         self.answers: dict[tuple[Any, ...], bool] = {}  # of the comparisons, by rule and operands
         self.closed = False
+        self.late: list[weakref.ref[Any]] = []  # those of the trace, each ``Late``
         self.slots: dict[type, list[Number]] = {float: [], int: []}
         self._vectors: dict[type, Any] = {}
         self._value_of: Any = None
@@ -85,6 +88,12 @@ class Inputs:
                 yield
         finally:
             self.closed, self._vectors, self._value_of = True, {}, None
+
+    def keeps_late(self) -> bool:
+        """Whether something still refers to a ``Late`` number after the trace."""
+        if any(found() is not None for found in self.late):
+            gc.collect()  # frames of exceptions are circles
+        return any(found() is not None for found in self.late)
 
     def array(self, number: Number, dtype: Any = None) -> jax.Array:
         """The number as a 0-dim JAX value of the given dtype; None: of float64 or int64."""
@@ -257,7 +266,7 @@ class Late(Number):
         self,
         inputs: Inputs,
         array: jax.Array,
-        wrap: Callable[[jax.Array], torch.Tensor],
+        wrap: Callable[[jax.Array], Any],
         refuse: Callable[[], Any],
     ) -> None:
         kind = float if array.dtype == np.float64 else int
@@ -274,9 +283,11 @@ class Late(Number):
         )
         if rule not in _OF_LATE or (rule is operator.pow and integers):
             return self.asked()
+        if self.tensor.node.level.closed:
+            return self.asked()
         values = [o.inputs.array(o) if isinstance(o, Number) else o for o in operands]
         array = values[0].astype(float) if rule is float else rule(*values)
-        return _made(Late(self.inputs, array, self.wrap, self.refuse))
+        return late(self.inputs, array, self.wrap, self.refuse)
 
 
 def in_repetition(numbers: Sequence[Any], step: int, repetition: jax.Array) -> list[Any]:
@@ -417,9 +428,11 @@ def is_input(x: Any) -> bool:
     return type(x) is Float or type(x) is Int
 
 
-def late(*args: Any) -> Any:
+def late(inputs: Inputs, *args: Any) -> Any:
     """The Float or Int that stands for a ``Late`` of these arguments."""
-    return _made(Late(*args))
+    found = _made(Late(inputs, *args))
+    inputs.late.append(weakref.ref(found))
+    return found
 
 
 def is_late(x: Any) -> bool:

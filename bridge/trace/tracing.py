@@ -542,8 +542,8 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
 
 def item_later(t: torch.Tensor) -> Any:
     """What stands for the number ``t.item()`` of a jitted function that gets torch tensors; None
-    where nothing does: for a bool, for a constant, and where the tensor is another one in each lane
-    or repetition.
+    where nothing does: for a bool or uint64, for a constant, and where the tensor is another one in
+    each lane or repetition.
     """
     level = state.level
     root = level.root
@@ -551,7 +551,7 @@ def item_later(t: torch.Tensor) -> Any:
     if (
         root.grads is None
         or t.numel() != 1
-        or t.dtype is torch.bool
+        or t.dtype in (torch.bool, torch.uint64)
         or t.is_complex()
         or not all(each.kind is PLAIN or each.kind in DIFFERENTIATING for each in inside)
     ):
@@ -564,9 +564,11 @@ def item_later(t: torch.Tensor) -> Any:
     state.numbers = state.numbers or python_numbers.Inputs(())
 
     def refuse() -> Any:
-        raise unknown_value("item()")
+        raise escaped(level) if level.closed else unknown_value("item()")
 
-    return python_numbers.late(state.numbers, array, lambda x: wrap(x, _CPU), refuse)
+    return python_numbers.late(
+        state.numbers, array, lambda x: refuse() if level.closed else wrap(x, _CPU), refuse
+    )
 
 
 #: Functions that read a tensor's memory without an operator that a dispatch mode sees.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
-from bridge.errors import DataDependentError
+from bridge.errors import DataDependentError, EscapedTensorError
 from torchfunc_jax import jit
 
 
@@ -193,6 +194,24 @@ def test_arrays_have_none() -> None:
     """A function of jax.Arrays is JAX's: its result may be part of another trace."""
     with pytest.raises(DataDependentError, match=r"item\(\)"):
         jit(lambda x: x.sum().item())(jnp.ones(3))
+
+
+def test_it_is_not_kept_where_jit_does_not_look() -> None:
+    """No program could put the number there, and what stands for it is of no use to anybody."""
+    kept: Any = queue.SimpleQueue()
+
+    @jit
+    def fast(x: torch.Tensor) -> torch.Tensor:
+        kept.put({"loss": x.sum().item() + 1})
+        return x * 2
+
+    for _ in range(2):
+        with pytest.raises(DataDependentError, match="keeps it where jit does not look: return it"):
+            fast(torch.ones(3))
+    number = kept.get()["loss"]
+    for use in (float, repr, lambda number: number + 1, lambda number: number > 1):
+        with pytest.raises(EscapedTensorError):
+            use(number)
 
 
 def test_what_was_kept_before_an_error_is_known() -> None:

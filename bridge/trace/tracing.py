@@ -550,6 +550,7 @@ def item_later(t: torch.Tensor) -> Any:
     inside = [each for each in around(level) if each is not root]
     if (
         root.grads is None
+        or state.exporting
         or t.numel() != 1
         or t.dtype in (torch.bool, torch.uint64)
         or t.is_complex()
@@ -679,7 +680,9 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     needs, instead = "needs a tensor's values", "compute with torch.where or torch.cond instead"
     if "item" in what:
         instead += ", take x[i:i + n] as x.narrow(0, i, n)"
-        if where == "jit":  # what float(), int(), print() and comparisons of numbers ask
+        if (
+            where == "jit" and not state.exporting
+        ):  # what float(), int(), print() and comparisons of numbers ask
             instead += ", return or keep x.item() as it is"
     if dynamic_shape:
         needs = "has an output of dynamic shape, which depends on a tensor's values"

@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchfunc_jax
 from bridge.errors import DataDependentError, EscapedTensorError
-from torchfunc_jax import jit
+from torchfunc_jax import export, jit
 
 
 @dataclasses.dataclass
@@ -190,10 +191,25 @@ def test_code_that_asks_for_it_is_refused(name: str) -> None:
     assert not kept
 
 
-def test_arrays_have_none() -> None:
-    """A function of jax.Arrays is JAX's: its result may be part of another trace."""
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: jit(f)(jnp.ones(3)),
+        lambda f: jax.jit(jit(f))(jnp.ones(3)),
+        lambda f: export(f, torch.ones(3)),
+    ],
+    ids=["arrays", "jax.jit", "export"],
+)
+def test_programs_of_jax_have_none(call: Callable[[Any], Any]) -> None:
+    """They may be parts of other traces, and of other processes."""
     with pytest.raises(DataDependentError, match=r"item\(\)"):
-        jit(lambda x: x.sum().item())(jnp.ones(3))
+        call(lambda x: x.sum().item())
+
+
+def test_a_lowered_program_computes_it() -> None:
+    f = jit(lambda x: x.sum().item())
+    assert "f64" in f.lower(torch.ones(2)).as_text()
+    assert [v.aval.shape for v in f.jaxpr(torch.ones(2)).jaxpr.outvars] == [()]
 
 
 def test_it_is_not_kept_where_jit_does_not_look() -> None:

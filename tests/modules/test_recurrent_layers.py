@@ -145,6 +145,12 @@ def test_autocast_chooses_the_dtypes_as_without_a_trace(kind: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x)[0]
 
-    out, expected = jit(run)(x), run(x)
+    out = jit(run)(x)
+    try:
+        expected = run(x)
+    except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip("PyTorch has no LSTM of bfloat16 for this processor")
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)

@@ -92,7 +92,7 @@ class Inputs:
     def keeps_late(self) -> bool:
         """Whether something still refers to a ``Late`` number after the trace."""
         if any(found() is not None for found in self.late):
-            gc.collect()  # frames of exceptions are circles
+            gc.collect()  # frames of exceptions are parts of cycles
         return any(found() is not None for found in self.late)
 
     def array(self, number: Number, dtype: Any = None) -> jax.Array:
@@ -281,10 +281,15 @@ class Late(Number):
         integers = all(
             (o.kind if isinstance(o, Number) else type(o)) is not float for o in operands
         )
-        if rule not in _OF_LATE or (rule is operator.pow and integers):
+        unlike_python = integers and (
+            rule is operator.pow
+            # an integer divided by zero is no error in a program, but some integer
+            or (rule in (operator.floordiv, operator.mod) and isinstance(operands[1], Number))
+        )
+        if rule not in _OF_LATE or unlike_python or self.tensor.node.level.closed:
             return self.asked()
-        if self.tensor.node.level.closed:
-            return self.asked()
+        if rule in _DIVISIONS and not isinstance(operands[1], Number):
+            rule(1, operands[1])  # raises ZeroDivisionError as Python does
         values = [o.inputs.array(o) if isinstance(o, Number) else o for o in operands]
         array = values[0].astype(float) if rule is float else rule(*values)
         return late(self.inputs, array, self.wrap, self.refuse)
@@ -356,6 +361,7 @@ def _asked(name: str) -> Callable[..., Any]:
 
 
 _UNARY, _BINARY = ("neg", "pos", "abs"), ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_DIVISIONS = frozenset([operator.truediv, operator.floordiv, operator.mod])
 #: What a program can compute of a ``Late`` as Python would.
 _OF_LATE = frozenset([float, *[getattr(operator, name) for name in (*_UNARY, *_BINARY)]])
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")

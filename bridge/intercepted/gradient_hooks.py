@@ -22,6 +22,7 @@ from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
 from bridge.private_calls import intercepted
 from bridge.process import having
+from bridge.programs.holders import undone
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 from bridge.transform_kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
@@ -64,12 +65,14 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
             f"made{at_line()}"
         )
     refuse_in_loop("a hook on gradients", BLOCK)
-    handle = func(t, hook)
     hooked, value, hooks = t.node.hooked or (None, None, [])
     if value_of(t) is not hooked:
         value, hooks = value_of(t), []
     _refuse_forward_mode()
-    hooks = [*hooks, _TensorHook(hook, handle, t, value)]
+    new = _TensorHook(hook, t, value)
+    handle = new.handle = func(t, new.by_engine())
+    new.hooks = handle.hooks_dict_ref()
+    hooks = [*hooks, new]
     t.node.value = hooked = _observed(value, hooks, private.saved_by_its_operator(t))
     t.node.seen = t.node.root.version
     t.node.hooked = (hooked, value, hooks)
@@ -85,26 +88,52 @@ def _register_multi_grad_hook(*_: Any, **__: Any) -> NoReturn:
 
 
 class _TensorHook:
-    """A hook on the gradient of one tensor, as a function of JAX's cotangents."""
+    """A hook on the gradient of one tensor, as a function of JAX's cotangents.
 
-    def __init__(
-        self, hook: Callable[..., Any], handle: RemovableHandle, t: torch.Tensor, value: jax.Array
-    ) -> None:
-        self.hook, self.handle, self.device, self.hooks = (
-            hook,
-            handle,
-            t.device,
-            handle.hooks_dict_ref(),
-        )
-        # the hook is traced now: the tensors that it captures must become inputs of the program
-        self.closed = Closed(self._call, value)
+    It is traced now: the tensors that it captures must become inputs of the program. What it does
+    to Python objects is done when PyTorch's engine calls it.
+    """
+
+    handle: RemovableHandle
+    hooks: Any  # all that are registered
+
+    def __init__(self, hook: Callable[..., Any], t: torch.Tensor, value: jax.Array) -> None:
+        self.hook, self.device, self.called = hook, t.device, False
+        root = state.level.root
+        before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
+        try:
+            self.closed = Closed(self._call, value)
+        finally:
+            changes = [difference for each in before for difference in undone(*each)]
+        if changes and root.grads is not None:
+            root.grads.hooks.append(self)
+
+    def by_engine(self) -> Callable[[torch.Tensor], Any]:
+        """The hook as PyTorch's engine is to call it."""
+
+        @functools.wraps(self.hook)
+        def run(gradient: torch.Tensor) -> Any:
+            self.called = True
+            return self.hook(gradient)
+
+        return run
 
     def __call__(self, captured: Any, cotangent: jax.Array) -> jax.Array:
         return self.closed(captured, cotangent) if self.handle.id in self.hooks else cotangent
 
     def _call(self, cotangent: jax.Array) -> jax.Array:
-        with push(PLAIN) as level, torch.enable_grad():
+        with push(PLAIN) as level, torch.enable_grad(), in_users_code():
             return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
+
+
+@contextlib.contextmanager
+def in_users_code() -> Iterator[None]:
+    """Where a hook runs, torch's functions are what they are outside of ``backward()``."""
+    with (
+        private.with_torch_function(),
+        HANDED_IN["values_from_outside"]() if state.jitting else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def _observed(value: jax.Array, hooks: Sequence[_TensorHook], saved: bool) -> jax.Array:

@@ -15,8 +15,9 @@ import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from bridge import private, private_calls
-from bridge.errors import at_line
-from bridge.intercepted.gradient_hooks import refuse_inside_blocks
+from bridge.convert import trees
+from bridge.errors import CalledItself, at_line
+from bridge.intercepted.gradient_hooks import in_users_code, refuse_inside_blocks
 from bridge.private_calls import Ours
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
@@ -58,12 +59,16 @@ class LeafGradients:
         before: by id, each tensor whose ``.grad`` the function has read or set, with its earlier
             ``.grad``.
         asked: those whose ``.grad`` the function read before it had set it.
+        hooks: the hooks on traced tensors that change Python objects.
+        pulled: by id, the arguments that PyTorch's engine has given gradients.
     """
 
     def __init__(self, arguments: Mapping[int, int]) -> None:
         self.arguments = arguments
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.asked: set[int] = set()
+        self.hooks: list[Any] = []
+        self.pulled: dict[int, torch.Tensor] = {}
 
     def touch(self, t: torch.Tensor, read: bool) -> None:
         """Note that the function reads a tensor's ``.grad``, or sets it."""
@@ -82,6 +87,20 @@ class LeafGradients:
                 # its presence, shape and dtype are conditions of the program, as those of each
                 # captured tensor
                 lift(grad)
+
+    def pull(self, tensors: Iterable[Any]) -> None:
+        """Note tensors that PyTorch's engine gives gradients."""
+        self.pulled.update({id(t): t for t in tensors if id(t) in self.arguments})
+
+    def refuse_late_changes(self, out: Any) -> None:
+        """Refuse hooks that change Python objects, if a gradient may pass through them in another
+        way than by PyTorch's engine before the function returns; out: what it returns.
+        """
+        if self.hooks and (
+            not all(hook.called for hook in self.hooks)
+            or any(isinstance(t, torch.Tensor) and t.requires_grad for t in trees.flatten(out)[0])
+        ):
+            raise CalledItself("a hook on the gradient of a tensor changes Python objects")
 
     def changed(self) -> list[tuple[torch.Tensor, Any]]:
         """The tensors that have been given another ``.grad``, or None, each with that; all have
@@ -131,8 +150,10 @@ def run_backward(
                 "function that is called with torch tensors can do, and not from the body of a "
                 f"cond, a checkpoint or an autograd.Function; use torch.autograd.grad{at_line()}"
             )
+    if level.root.grads is not None:
+        level.root.grads.pull(leaves or inputs)
     # PyTorch's engine has a thread for each CUDA device, in which no trace is open
-    with set_multithreading_enabled(False):
+    with set_multithreading_enabled(False), in_users_code():
         found = private_calls.original("run_backward")(
             outputs, *args, accumulate_grad=accumulate_grad, **kwargs
         )

@@ -34,8 +34,9 @@ from bridge.jit.program import (
     pull_back,
 )
 from bridge.process import having
+from bridge.programs.closure_scan import HOOKS_OF_TENSORS
 from bridge.programs.guards import GONE_ERRORS
-from bridge.programs.places import Place
+from bridge.programs.places import OfArgument, Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import Inputs
@@ -318,8 +319,12 @@ class Compiled:
         inputs = self.inputs(leaves, captured)
         if self.program.graded:
             with having(state, arguments=leaves):
-                if len({id(p.get()) for p in self.program.graded}) < len(self.program.graded):
-                    return "one tensor is two of its inputs, and it sets the .grad of both"
+                graded = [p.get() for p in self.program.graded]
+            if len({*map(id, graded)}) < len(graded):
+                return "one tensor is two of its inputs, and it sets the .grad of both"
+            for place, t in zip(self.program.graded, graded, strict=True):
+                if type(place) is OfArgument and any(getattr(t, n) for n in HOOKS_OF_TENSORS):
+                    return "a tensor among its arguments has hooks on its gradient"
         if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"
         if not all(Geometry.of(inputs[i]).plain for i in self.program.strided):

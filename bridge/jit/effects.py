@@ -40,6 +40,7 @@ from bridge.programs.holders import (
     Holder,
     holders,
     in_arguments,
+    undone,
 )
 from bridge.programs.places import DictOf, GradOf, OfArgument, Place
 from bridge.trace import python_numbers
@@ -148,15 +149,18 @@ def noted(
             state.undone, raised = None, True
             try:
                 out = fn(*args, **kwargs)
+                grads.refuse_late_changes(out)
                 if donated:  # what is returned holds no argument, but what that held at the end
                     out = trees.unflatten(*reversed(trees.flatten(out)))
                 raised = False
             finally:
                 root.owners = ()  # an object must not live as long as something of the trace
-                every = [(h, owner, old, _undone(h, owner, old)) for h, owner, old in watched]
+                every = [(h, owner, old, undone(h, owner, old)) for h, owner, old in watched]
                 changed = [(h, old, differences) for h, _, old, differences in every if differences]
-                kept = [(place_of(t), value) for t, value in grads.changed()]
-                root.graded = [place for place, _ in kept]
+                left = grads.changed()
+                kept = [(place_of(t), value) for t, value in left]
+                pulled = grads.pulled | {id(t): t for t, _ in left}
+                root.graded = [place_of(t) for t in pulled.values()]
                 read = [(GradOf(place_of(t), "grad"), grad) for t, grad in grads.read()]
                 root.read = [
                     (p, grad)
@@ -198,19 +202,6 @@ def noted(
         return pickler.effects(changes, out)
 
     return run
-
-
-def _undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
-    """What the function has changed, which is undone."""
-    differences = [
-        d
-        for d in holder.differences(old, holder.read(owner))
-        if holder.counts(d[1])
-        or any(type(x) is Traced or python_numbers.is_input(x) for x in trees.flatten(d[2])[0])
-    ]
-    if differences:
-        holder.undo(owner, old, differences)
-    return differences
 
 
 # -- values: they are made anew at each call -------------------------------------------------------

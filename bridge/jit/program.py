@@ -98,7 +98,8 @@ class Program:
             or Output that it is a view of, views).
         drawn: the draws that torch makes before each run.
         numbers: which of these draws are inputs of the jaxpr.
-        graded: the places of the tensors whose ``.grad`` it sets.
+        graded: the places of the tensors whose ``.grad`` it sets, and of arguments that PyTorch's
+            engine gives a gradient.
         flagged: the arguments that it makes require grad.
         of_arguments: whether places or guards are those of a ``.grad`` of an argument.
         changes: the changes of Python objects that it makes.
@@ -639,6 +640,9 @@ class _ValuesFromOutside(TorchFunctionMode):
         if id(args[0]) in state.level.root.constant:
             return tracing.read_memory(func, args, kwargs)
         raise tracing.unknown_value(f"{func.__name__}()")
+
+
+tracing.HANDED_IN["values_from_outside"] = _ValuesFromOutside
 
 
 _FLAG = [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]

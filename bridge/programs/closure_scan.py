@@ -98,6 +98,10 @@ _OURS = frozenset({"bridge", "torchfunc_jax"})
 _ANY_NAME = frozenset(
     {"vars", "__dict__", "attrgetter", "__getattribute__", "__setattr__", "__delattr__"}
 )
+#: Names of functions by which PyTorch's engine calls the hooks of tensors, which are in these
+#: attributes.
+_PULLING = frozenset({"backward", "grad"})
+HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 #: Methods that Python calls to make an object; they count for classes that the code names.
 _MAKERS = frozenset({"__new__", "__init__", "__post_init__"})
 #: Methods that Python calls although the code does not name them.
@@ -369,6 +373,8 @@ class Found:
                 wanted.append("requires_grad")
             if GRAD in self.code["names"] and t.is_leaf:
                 wanted.append("grad")
+            if t.requires_grad and not _PULLING.isdisjoint(self.code["names"]):
+                wanted += HOOKS_OF_TENSORS
             for name in wanted:
                 read = Asked(
                     functools.partial(lambda p, n: getattr(p.get(), n), place, name),
@@ -376,7 +382,8 @@ class Found:
                     "a tensor",
                 )
                 where = GradOf(place, name) if name == "grad" else read
-                _step(getattr(t, name), where, self, self.depth, None, name != "grad")
+                named = name != "grad" and name not in HOOKS_OF_TENSORS
+                _step(getattr(t, name), where, self, self.depth, None, named)
 
     @property
     def _named(self) -> set[str] | None:

@@ -20,9 +20,19 @@ import numpy as np
 import torch
 
 from bridge.convert import trees
-from bridge.programs.closure_scan import HOOKS, Found, is_ours, is_plain, of_library, slots_of
+from bridge.programs.closure_scan import (
+    HOOKS,
+    HOOKS_OF_TENSORS,
+    Found,
+    is_ours,
+    is_plain,
+    of_library,
+    slots_of,
+)
 from bridge.programs.code_names import read_by
 from bridge.programs.places import VARIABLE, Context, DictOf, Entry, InArguments, Place, Slots
+from bridge.trace import python_numbers
+from bridge.trace.tracing import Traced
 
 #: Stands for what is not there.
 MISSING = type("_Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -266,6 +276,22 @@ class Hooks(Holder):
     refused = "adds or removes hooks of a module"
 
 
+class HooksOfTensor(Holder):
+    """The hooks on the gradient of a tensor."""
+
+    refused = "adds or removes hooks of a tensor"
+
+    def read(self, owner: torch.Tensor) -> dict[tuple[str, int], Any]:
+        return {
+            (name, number): hook
+            for name in HOOKS_OF_TENSORS
+            for number, hook in (getattr(owner, name) or {}).items()
+        }
+
+    def put(self, owner: torch.Tensor, what: str, key: tuple[str, int], value: Any) -> None:
+        super().put(getattr(owner, key[0]), what, key[1], value)
+
+
 def _agree(old: Sequence[Any], new: Sequence[Any]) -> int:
     """How many of the first elements are the same objects."""
     return next(
@@ -297,8 +323,10 @@ def holders(found: Found) -> Iterator[Holder]:
         if id(x) not in seen and not is_ours(type(x).__module__):
             seen.add(id(x))
             yield from _of(x, found, seen)
-    for _, place in found.tensors.values():
+    for t, place in found.tensors.values():
         yield Holder(DictOf(place, None), "tensor", found.sets)
+        if t.requires_grad:
+            yield HooksOfTensor(place, "tensor")
     for generator in found.python_generators():
         yield Draws(Place(generator, None))
     for space, names in found.set_in_spaces():
@@ -371,3 +399,16 @@ def in_arguments(
     )
     for i, (child, inner) in enumerate(zip(children, spec.children, strict=True)):
         yield from in_arguments(child, inner, (*path, i))
+
+
+def undone(holder: Holder, owner: Any, old: Any) -> list[Difference]:
+    """What the function has changed, which is undone."""
+    differences = [
+        d
+        for d in holder.differences(old, holder.read(owner))
+        if holder.counts(d[1])
+        or any(type(x) is Traced or python_numbers.is_input(x) for x in trees.flatten(d[2])[0])
+    ]
+    if differences:
+        holder.undo(owner, old, differences)
+    return differences

@@ -88,7 +88,8 @@ class Level:
     # the places of ``.grad``s that are no inputs and that this function has read, each with what
     # was there, and
     read: Any = ()
-    graded: Any = ()  # the places of the tensors whose ``.grad`` it has set
+    # the places of the tensors whose ``.grad`` it has set, and of arguments with a gradient
+    graded: Any = ()
     # what a jitted function may change: (programs.holders.Holder, the object that it holds)
     owners: Any = ()
     changes: Any = ()  # the jit.effects.Changes of Python objects that it makes

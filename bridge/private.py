@@ -777,11 +777,18 @@ def float32_precision() -> Any:
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
-#: For each kind, the hooks that ``register_module_forward_hook`` and similar functions have added,
-#: by their ids.
+#: For each kind, the hooks that ``register_module_forward_hook``,
+#: ``register_optimizer_step_pre_hook`` and similar functions have added, by their ids.
 GLOBAL_HOOKS = [
-    _named(f"torch.nn.modules.module._global_{kind}_hooks")
-    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    *[
+        _named(f"torch.nn.modules.module._global_{kind}_hooks")
+        for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    ],
+    # torch.optim has no attribute of that name
+    *[
+        getattr(sys.modules["torch.optim.optimizer"], f"_global_optimizer_{kind}_hooks", {})
+        for kind in ("pre", "post")
+    ],
 ]
 
 

@@ -243,10 +243,10 @@ class Found:
                     for heir in space.__mro__[:at]:
                         if not of_library(heir.__module__) and name not in heir.__dict__:
                             self._inherited.setdefault(heir, set()).add(name)
-                    if owner is torch.nn.Module or is_ours(owner.__module__):
+                    if owner is torch.nn.Module:
                         continue
                     function = _function_of(owner.__dict__[name])
-                    if _installed(owner.__module__):
+                    if _installed(owner.__module__) or is_ours(owner.__module__):
                         if function is not None:
                             self.read(function)
                         continue

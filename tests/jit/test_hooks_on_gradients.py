@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import torchfunc_jax
 from torchfunc_jax import explain, jit
+from torchfunc_jax.training_step import TrainingStep
 
 X = torch.linspace(-1.0, 1.5, 15, dtype=torch.float64).reshape(5, 3)
 CALLS = 5
@@ -183,6 +185,38 @@ def more_at_each_call(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
     return fast(step), _nothing
 
 
+def of_a_training_step(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    step = TrainingStep(net, lambda net, x: net(x).square().mean(), "sgd", lr=0.1)
+
+    def before(call: int) -> None:
+        if call == 2:
+            net[0].weight.register_hook(lambda g: notes.append(g.norm().item()))
+
+    return fast(step), before
+
+
+def of_all_optimizers(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    optimizer, training, handles = torch.optim.SGD(net.parameters(), lr=0.1), _training(net), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = training(x)
+        optimizer.step()
+        return loss
+
+    def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for p in optimizer.param_groups[0]["params"]:
+                p.mul_(0.5)
+
+    def before(call: int) -> None:
+        if call == 2:
+            handles.append(register_optimizer_step_post_hook(halve))
+        if call == CALLS - 1:
+            handles.pop().remove()
+
+    return fast(step), before
+
+
 def of_an_argument(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
     def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         loss = (x @ w.T).square().mean()
@@ -229,6 +263,8 @@ CASES: dict[Case, int] = {  # how many programs there are at most
     scaled_in_a_transform: 1,
     for_one_call: 1,
     more_at_each_call: 0,
+    of_a_training_step: 4,
+    of_all_optimizers: 2,
     of_an_argument: 1,
     of_an_argument_of_grad: 1,
 }

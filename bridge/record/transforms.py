@@ -251,14 +251,21 @@ def _code_of(fn: Callable[..., Any]) -> Any:
 
 
 def _key(recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """What the calls have in common of which one could not be recorded: code, what it closes over,
-    modes, dtypes, numbers of dimensions.
+    """What the calls have in common of which one could not be recorded: code, types of what it
+    closes over, modes, dtypes, numbers of dimensions.
     """
     func = getattr(func, "transforms", func)
     cells = [
         cell.cell_contents for cell in getattr(func, "__closure__", None) or () if cell != _EMPTY
     ]
-    within = tuple([x.__code__ if isinstance(x, types.FunctionType) else type(x) for x in cells])
+    within = tuple(
+        [
+            x.__code__
+            if isinstance(x, types.FunctionType)
+            else (type(x), *map(type, trees.flatten(x)[0]))
+            for x in cells
+        ]
+    )
     modes = tuple(map(type, recorder.above))
     return (
         _code_of(func),

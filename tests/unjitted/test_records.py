@@ -1873,3 +1873,21 @@ def test_results_of_an_rnn_lie_in_memory_as_torch_func_s(
     x = torch.randn(2, 5, 2, 3, dtype=torch.float64)
     mapped = torchfunc_jax.vmap(lambda x: seen(torchfunc_jax, x)[1])(x)
     torch.testing.assert_close(mapped, torch.stack([seen(torch.func, row)[1] for row in x]))
+
+
+def test_a_call_that_was_not_recorded_says_nothing_of_one_with_other_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "unrecordable", set())
+    runs: list[Any] = []
+    execute = transforms.run
+    monkeypatch.setattr(transforms, "run", lambda *given: (runs.append(given), execute(*given))[1])
+
+    def product(factors: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+        # PyTorch runs a call with new
+        return lambda x: ((x.new(3).zero_() if type(factors[0]) is float else x) + x).sum()
+
+    for factors, recorded in (((2.0,), 0), ((torch.tensor(2.0),), 1), ((3.0,), 1)):
+        found = torchfunc_jax.grad(product(factors))(torch.ones(3))
+        same(found, torch.func.grad(product(factors))(torch.ones(3)))
+        assert len(runs) == recorded

@@ -323,7 +323,7 @@ class Compiled:
             if len({*map(id, graded)}) < len(graded):
                 return "one tensor is two of its inputs, and it sets the .grad of both"
             for place, t in zip(self.program.graded, graded, strict=True):
-                if type(place) is OfArgument and any(getattr(t, n) for n in HOOKS_OF_TENSORS):
+                if type(place) is OfArgument and any(getattr(t, n, None) for n in HOOKS_OF_TENSORS):
                     return "a tensor among its arguments has hooks on its gradient"
         if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"

@@ -243,10 +243,10 @@ class Found:
                     for heir in space.__mro__[:at]:
                         if not of_library(heir.__module__) and name not in heir.__dict__:
                             self._inherited.setdefault(heir, set()).add(name)
-                    if owner is torch.nn.Module:
+                    if owner is torch.nn.Module or is_ours(owner.__module__):
                         continue
                     function = _function_of(owner.__dict__[name])
-                    if _installed(owner.__module__) or is_ours(owner.__module__):
+                    if _installed(owner.__module__):
                         if function is not None:
                             self.read(function)
                         continue
@@ -365,6 +365,9 @@ class Found:
 
     def visit_tensors(self) -> None:
         """Search the attributes of the tensors that the function may read beside their values."""
+        pulls = not _PULLING.isdisjoint(self.code["names"]) or any(
+            is_ours(type(module).__module__) for module in self.modules.values()  # a TrainingStep
+        )
         for t, place in list(self.tensors.values()):
             if type(t) not in (torch.Tensor, torch.nn.Parameter):
                 continue
@@ -373,7 +376,7 @@ class Found:
                 wanted.append("requires_grad")
             if GRAD in self.code["names"] and t.is_leaf:
                 wanted.append("grad")
-            if t.requires_grad and not _PULLING.isdisjoint(self.code["names"]):
+            if t.requires_grad and pulls:
                 wanted += HOOKS_OF_TENSORS
             for name in wanted:
                 read = Asked(

@@ -366,7 +366,8 @@ class Found:
     def visit_tensors(self) -> None:
         """Search the attributes of the tensors that the function may read beside their values."""
         pulls = not _PULLING.isdisjoint(self.code["names"]) or any(
-            is_ours(type(module).__module__) for module in self.modules.values()  # a TrainingStep
+            is_ours(type(module).__module__)
+            for module in self.modules.values()  # a TrainingStep
         )
         for t, place in list(self.tensors.values()):
             if type(t) not in (torch.Tensor, torch.nn.Parameter):

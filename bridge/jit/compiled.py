@@ -34,7 +34,7 @@ from bridge.jit.program import (
     pull_back,
 )
 from bridge.process import having
-from bridge.programs.closure_scan import HOOKS_OF_TENSORS
+from bridge.programs.closure_scan import has_hooks
 from bridge.programs.guards import GONE_ERRORS
 from bridge.programs.places import OfArgument, Place
 from bridge.trace import python_numbers
@@ -322,9 +322,13 @@ class Compiled:
                 graded = [p.get() for p in self.program.graded]
             if len({*map(id, graded)}) < len(graded):
                 return "one tensor is two of its inputs, and it sets the .grad of both"
-            for place, t in zip(self.program.graded, graded, strict=True):
-                if type(place) is OfArgument and any(getattr(t, n, None) for n in HOOKS_OF_TENSORS):
-                    return "a tensor among its arguments has hooks on its gradient"
+            arguments = [
+                t
+                for place, t in zip(self.program.graded, graded, strict=True)
+                if type(place) is OfArgument
+            ]
+            if any(map(has_hooks, arguments)):
+                return "a tensor among its arguments has hooks on its gradient"
         if self.program.written and self.sharing.overlap(inputs[: len(self.where)], captured):
             return "two of its inputs share memory, and it writes to one of them"
         if not all(Geometry.of(inputs[i]).plain for i in self.program.strided):

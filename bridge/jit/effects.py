@@ -131,7 +131,8 @@ def noted(
         root = state.level.root
         arguments = _arguments(call, (args, kwargs))
         names = [(t, set(vars(t))) for t in arguments.values()]
-        grads = LeafGradients({id(t): i for i, t in arguments.items()})
+        # a tensor that is passed twice is at its first place, and a Twin at the other
+        grads = LeafGradients({id(t): i for i, t in reversed(arguments.items())})
         if not any(isinstance(x, jax.Array) for x in call.arrays):
             root.grads = grads
 

@@ -369,6 +369,7 @@ class Found:
             is_ours(type(module).__module__)
             for module in self.modules.values()  # a TrainingStep
         )
+        without_hooks: list[Place] = []
         for t, place in list(self.tensors.values()):
             if type(t) not in (torch.Tensor, torch.nn.Parameter):
                 continue
@@ -378,7 +379,10 @@ class Found:
             if GRAD in self.code["names"] and t.is_leaf:
                 wanted.append("grad")
             if t.requires_grad and pulls:
-                wanted += HOOKS_OF_TENSORS
+                hooks = [n for n in HOOKS_OF_TENSORS if getattr(t, n)]
+                wanted += hooks
+                if not hooks:
+                    without_hooks.append(place)
             for name in wanted:
                 read = Asked(
                     functools.partial(lambda p, n: getattr(p.get(), n), place, name),
@@ -388,6 +392,13 @@ class Found:
                 where = GradOf(place, name) if name == "grad" else read
                 named = name != "grad" and name not in HOOKS_OF_TENSORS
                 _step(getattr(t, name), where, self, self.depth, None, named)
+        if without_hooks:  # one question for all of them, because it is asked at each call
+            hooked = Asked(
+                lambda: any([has_hooks(place.get()) for place in without_hooks]),
+                "hooks",
+                "the tensors",
+            )
+            _step(False, hooked, self, self.depth, None, False)
 
     @property
     def _named(self) -> set[str] | None:
@@ -922,6 +933,11 @@ def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
         yield there(), Asked(there, name, type(x).__name__)
         if there():
             yield getattr(x, name), Place(Slots(x), name, type(x).__name__)
+
+
+def has_hooks(t: torch.Tensor) -> bool:
+    """Whether a tensor has hooks on its gradient."""
+    return bool(t._backward_hooks or t._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def of_library(module: str | None) -> bool:

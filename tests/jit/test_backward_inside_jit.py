@@ -442,6 +442,16 @@ def _of_two(wrap):
     yield x.grad, y.grad
 
 
+def _one_tensor_twice(wrap):
+    f = wrap(lambda x, *, y: (x * y[0]).sum().backward())
+    x = torch.full((2,), 3.0, requires_grad=True)
+    for _ in range(2):
+        f(x, y=[x])  # also at the first call
+    x.register_hook(lambda g: g * 2)
+    f(x, y=[x])
+    yield x.grad
+
+
 def _captured_too(wrap):
     w = torch.ones(2, requires_grad=True)
     f = wrap(lambda x: (x * x * w).sum().backward())
@@ -491,6 +501,7 @@ def _with_a_number(wrap):
 LEAVES = [
     _of_argument,
     _of_two,
+    _one_tensor_twice,
     _captured_too,
     _graph_from_outside,
     _asked_of_argument,

@@ -394,7 +394,7 @@ class Found:
                 _step(getattr(t, name), where, self, self.depth, None, named)
         if without_hooks:  # one question for all of them, because it is asked at each call
             hooked = Asked(
-                lambda: any([has_hooks(place.get()) for place in without_hooks]),
+                lambda: any(has_hooks(place.get()) for place in without_hooks),
                 "hooks",
                 "the tensors",
             )
@@ -937,7 +937,7 @@ def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
 
 def has_hooks(t: torch.Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
-    return bool(t._backward_hooks or t._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(t._backward_hooks or t._post_accumulate_grad_hooks)
 
 
 def of_library(module: str | None) -> bool:

@@ -262,7 +262,7 @@ def _key(recorder: Recorder, func: Callable[..., Any], leaves: Sequence[Any]) ->
         [
             x.__code__
             if isinstance(x, types.FunctionType)
-            else (type(x), *map(type, trees.flatten(x)[0]))
+            else (type(x), frozenset(map(type, trees.flatten(x)[0])))  # lists grow
             for x in cells
         ]
     )

@@ -568,6 +568,13 @@ class _ValuesFromOutside(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func in _PROPERTIES
+            and type(args[0]) is tracing.Traced
+            and not args[0].node.level.closed
+        ):
+            with private.without_torch_function():
+                return func(*args, **(kwargs or {}))
         found = self._called(func, types, args, kwargs)
         return tracing.numbered(found) if type(found) is tracing.Traced else found
 
@@ -645,6 +652,24 @@ class _ValuesFromOutside(TorchFunctionMode):
 tracing.HANDED_IN["values_from_outside"] = _ValuesFromOutside
 
 
+#: What PyTorch knows of a tensor whose values are not known; these are most of a trace's calls.
+_PROPERTIES = frozenset(
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_nested")
+    ]
+    + [
+        getattr(torch.Tensor, name)
+        for name in (
+            "dim",
+            "size",
+            "stride",
+            "storage_offset",
+            "is_contiguous",
+            "is_floating_point",
+        )
+    ]
+)
 _FLAG = [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 _GRAD = [getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")]
 #: Functions that read the values of a tensor from outside, or call CUDA's own kernels, if no

@@ -28,7 +28,7 @@ from bridge.record.in_torch import InTorch, Pull
 from bridge.record.kept_tensors import Left
 from bridge.record.programs import NotCompiled, run
 from bridge.record.recorder import SHOWN, Recorder
-from bridge.record.tensor import Aval
+from bridge.record.tensor import Aval, referred_to
 from bridge.trace import saved_tensor_hooks
 from bridge.trace.levels import Unrecordable, state
 from bridge.transform_kinds import Kind
@@ -186,7 +186,7 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
             return build(outs)
         state.recorder = None
         refs = [t.ref for t in outs]
-        kept = Left(recorder, refs)
+        kept = Left(recorder, refs) if any(referred_to(recorder.tensors)) else None
         # later writes to its inputs, and its own, change no result of later runs; a write to one
         # that requires grad raises
         inputs = (
@@ -195,11 +195,11 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
             else []
         )
         try:
-            found = _run(recorder, [*refs, *kept.refs])
+            found = _run(recorder, [*refs, *(kept.refs if kept else ())])
         except replay.OnlyInside as error:
             kept.without(error.refs)
             found = _run(recorder, [*refs, *kept.refs])
-        if kept.refs:
+        if kept:
             kept.fill_in(recorder, found[len(refs) :])
         if recorder.after is not None:
             torch.default_generator.set_state(recorder.after)

@@ -22,7 +22,7 @@ from bridge.errors import at_line
 from bridge.intercepted.captured_by_rules import Closed
 from bridge.private_calls import intercepted
 from bridge.process import having
-from bridge.programs.holders import undone
+from bridge.programs.holders import Difference, undone
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 from bridge.transform_kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
@@ -100,11 +100,8 @@ class _TensorHook:
     def __init__(self, hook: Callable[..., Any], t: torch.Tensor, value: jax.Array) -> None:
         self.hook, self.device, self.called = hook, t.device, False
         root = state.level.root
-        before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
-        try:
+        with _without_changes(root) as changes:
             self.closed = Closed(self._call, value)
-        finally:
-            changes = [difference for each in before for difference in undone(*each)]
         if changes and root.grads is not None:
             root.grads.hooks.append(self)
 
@@ -124,6 +121,19 @@ class _TensorHook:
     def _call(self, cotangent: jax.Array) -> jax.Array:
         with push(PLAIN) as level, torch.enable_grad(), in_users_code():
             return _replaced(self.hook, wrap(conj(cotangent), self.device, level), cotangent)
+
+
+@contextlib.contextmanager
+def _without_changes(root: Level) -> Iterator[list[Difference]]:
+    """While entered, a hook may change the objects that a jitted function reaches; at the end its
+    changes are undone, and in the list.
+    """
+    before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
+    changes: list[Difference] = []
+    try:
+        yield changes
+    finally:
+        changes += [difference for each in before for difference in undone(*each)]
 
 
 @contextlib.contextmanager
@@ -301,27 +311,52 @@ def module_hooks(ctx: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Ten
     def observed(*values: jax.Array) -> list[jax.Array]:
         return list(values)
 
+    def pulled(level: Level, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        given = tuple(
+            wrap(conj(c), d, level) if n else None
+            for c, d, n in zip(cotangents, devices, needed, strict=True)
+        )
+        for hook in hooks["register_prehook"]:
+            given = hook(given) or given
+        left = given  # the node's own derivative is the identity
+        for hook in hooks["register_hook"]:
+            left = hook(left, given) or left
+        return tuple(
+            conj(value_of(g)) if n and g is not None else None
+            for g, n in zip(left, needed, strict=True)
+        )
+
     def backward(_: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         with _late() as level, torch.enable_grad():
-            given = tuple(
-                wrap(conj(c), d, level) if n else None
-                for c, d, n in zip(cotangents, devices, needed, strict=True)
-            )
-            for hook in hooks["register_prehook"]:
-                given = hook(given) or given
-            left = given  # the node's own derivative is the identity
-            for hook in hooks["register_hook"]:
-                left = hook(left, given) or left
-            return tuple(
-                conj(value_of(g)) if n and g is not None else None
-                for g, n in zip(left, needed, strict=True)
-            )
+            return pulled(level, cotangents)
 
     again = innermost(DIFFERENTIATING) is None
+    if again and state.level.root.grads is not None:
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        state.level.root.grads.of_modules.append((pulled, avals))
     observed.defvjp(lambda *values: (observed(*values) if again else list(values), None), backward)
     outs = tuple(wrap(v, d) for v, d in zip(observed(*values), devices, strict=True))
     ctx.mark_non_differentiable(*[o for o, n in zip(outs, needed, strict=True) if not n])
     return outs
+
+
+def module_hooks_depend(nodes: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> bool:
+    """Whether the backward hooks of modules change Python objects, or use tensors from outside.
+
+    nodes: what ``module_hooks`` has noted of each node: (what the node does in a level, the avals
+        of its cotangents), in the order of the forward pass.
+    """
+    met: dict[int, Any] = {}
+
+    def pull_back(cotangents: Sequence[Sequence[jax.Array]]) -> None:
+        with push(PLAIN) as level, torch.enable_grad(), in_users_code():
+            for (pulled, _), given in reversed([*zip(nodes, cotangents, strict=True)]):
+                pulled(level, given)
+            met.update(level.met)
+
+    with _without_changes(state.level.root) as changes:
+        jax.eval_shape(pull_back, [avals for _, avals in nodes])
+    return bool(changes or met)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ bridge/jit/effects.py makes results of the program of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from bridge import private, private_calls
 from bridge.convert import trees
 from bridge.errors import CalledItself, at_line
-from bridge.intercepted.gradient_hooks import in_users_code, refuse_inside_blocks
+from bridge.intercepted.gradient_hooks import (
+    in_users_code,
+    module_hooks_depend,
+    refuse_inside_blocks,
+)
 from bridge.private_calls import Ours
 from bridge.trace.levels import innermost, state
 from bridge.trace.storage import Node
@@ -60,6 +64,7 @@ class LeafGradients:
             ``.grad``.
         asked: those whose ``.grad`` the function read before it had set it.
         hooks: the hooks on traced tensors that change Python objects.
+        of_modules: the nodes of modules' backward hooks, see ``module_hooks_depend``.
         pulled: by id, the arguments that PyTorch's engine has given gradients.
     """
 
@@ -68,6 +73,7 @@ class LeafGradients:
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.asked: set[int] = set()
         self.hooks: list[Any] = []
+        self.of_modules: list[tuple[Callable[..., Any], Sequence[Any]]] = []
         self.pulled: dict[int, torch.Tensor] = {}
 
     def touch(self, t: torch.Tensor, read: bool) -> None:
@@ -96,11 +102,15 @@ class LeafGradients:
         """Refuse hooks that change Python objects, if a gradient may pass through them in another
         way than by PyTorch's engine before the function returns; out: what it returns.
         """
-        if self.hooks and (
-            not all(hook.called for hook in self.hooks)
-            or any(isinstance(t, torch.Tensor) and t.requires_grad for t in trees.flatten(out)[0])
-        ):
+        if not (self.hooks or self.of_modules):
+            return
+        later = any(isinstance(t, torch.Tensor) and t.requires_grad for t in trees.flatten(out)[0])
+        if self.hooks and (later or not all(hook.called for hook in self.hooks)):
             raise CalledItself("a hook on the gradient of a tensor changes Python objects")
+        if later and module_hooks_depend(self.of_modules):
+            raise CalledItself(
+                "a backward hook of a module changes Python objects, or uses other tensors"
+            )
 
     def changed(self) -> list[tuple[torch.Tensor, Any]]:
         """The tensors that have been given another ``.grad``, or None, each with that; all have

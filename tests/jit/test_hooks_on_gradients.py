@@ -245,6 +245,39 @@ def of_an_argument_of_grad(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
     return lambda x: compiled(net[0].weight, x), before
 
 
+def of_modules_pulled_back_outside(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    def hook(module: Any, inputs: Any, outputs: Any) -> tuple[torch.Tensor]:
+        notes.append(outputs[0].norm().item())
+        module.seen = inputs[0].sum()
+        return (inputs[0] * 2,)
+
+    net[1].register_full_backward_hook(hook)
+    net[2].register_full_backward_pre_hook(lambda m, outputs: notes.append(outputs[0].detach()))
+    return fast(lambda x: net(x).square().mean()), _nothing
+
+
+def grad_cam(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    hidden, gradients = [], []
+    net[1].register_forward_hook(lambda m, inputs, out: hidden.append(out.detach()))
+    net[1].register_full_backward_hook(lambda m, inputs, outs: gradients.append(outs[0]))
+
+    def before(call: int) -> None:
+        if gradients:
+            notes.append((hidden[-1] * gradients[-1].mean(0)).sum(1))
+
+    return fast(net), before
+
+
+def of_modules_with_a_parameter(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    net[1].register_full_backward_hook(lambda m, inputs, outs: (inputs[0] + net[2].bias.sum(),))
+    return fast(net), _nothing
+
+
+def of_modules_that_scale(net: Any, notes: Any, fast: Any, tf: Any) -> Made:
+    net[1].register_full_backward_hook(lambda m, inputs, outs: (inputs[0] * 2 + outs[0],))
+    return fast(net), _nothing
+
+
 CASES: dict[Case, int] = {  # how many programs there are at most
     parameter: 1,
     tensors_kept: 1,
@@ -267,6 +300,10 @@ CASES: dict[Case, int] = {  # how many programs there are at most
     of_all_optimizers: 2,
     of_an_argument: 1,
     of_an_argument_of_grad: 1,
+    of_modules_pulled_back_outside: 0,
+    grad_cam: 0,
+    of_modules_with_a_parameter: 0,
+    of_modules_that_scale: 1,
 }
 
 

@@ -99,6 +99,8 @@ class Process:
     kept: dict[int, dict[int, bool]] = field(default_factory=dict)
     #: calls that cannot be recorded, by the function's code and the kinds of its tensors
     unrecordable: set[Any] = field(default_factory=set)
+    #: the derivatives of autograd.Functions that change Python objects: PyTorch is to run these
+    changing: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     #: who runs a call whose program is not compiled yet: "jax" waits for XLA, "torch" does not; the
     #: last one holds
     cold: list[str] = field(default_factory=lambda: ["jax"])

@@ -41,7 +41,7 @@ from bridge.lowering.common.promotion import cast
 from bridge.lowering.registry import LOWERINGS
 from bridge.operators import operands
 from bridge.private_calls import intercepted
-from bridge.process import having
+from bridge.process import having, process
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside, drawing_again
@@ -88,6 +88,19 @@ def forward_in_trace(
     return forward
 
 
+def _keeping_changes(keep: bool) -> contextlib.AbstractContextManager[Any]:
+    """While entered, a method may change Python objects, which are as before at the end if the
+    changes are not kept.
+    """
+    return contextlib.nullcontext() if keep else gradient_hooks.without_changes()
+
+
+def rules_of(cls: type[Function]) -> list[Callable[..., Any]]:
+    """The methods of a Function that run when a program is made, but not when it is called."""
+    found = [getattr(cls, name) for name in ("backward", "vjp", "jvp", "vmap")]
+    return [rule for rule in found if not rule.__module__.startswith("torch.")]
+
+
 def _has_node(args: Sequence[Any], recording: bool) -> bool:
     """Whether PyTorch makes a graph node for a Function that is applied to these arguments."""
     return recording and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -125,6 +138,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
     draw_again = drawing_again()
     with torch.no_grad(), private.set_forward_mode_enabled(False):
         out = cls.forward(ctx, *args)  # it fills PyTorch's own context
+    call.has_run = True
     with draw_again():
         return call.run(values, out)
 
@@ -259,6 +273,11 @@ class _Call:
         # at the innermost transform, as PyTorch says
         self.requires_grad = [bool(args[i].requires_grad) for i in self.where]
         self.asked = False  # whether a method has asked which arguments need a gradient
+        self.has_run = False  # whether the forward has run, so that what it changes is changed
+        # whether PyTorch calls ``setup_context`` too, after the forward
+        self.set_up_again = _has_node(args, torch.is_grad_enabled()) and (
+            innermost(DIFFERENTIATING) is None  # inside of these torch.func calls it twice
+        )
         self.without_jvp = ""  # what to do in forward mode without a jvp, for an error
         self.constants: list[list[Any]] = []  # those of the jaxprs of ``_rules``
         self._rules: list[_Rules] = []
@@ -280,7 +299,8 @@ class _Call:
             if self.cls.setup_context is not Function.setup_context:
                 out = _by_own_vmap(self.cls, args)
                 out = self.cls.forward(*args) if out is NotImplemented else out
-                self.cls.setup_context(ctx, tuple(args), out)
+                with _keeping_changes(not self.set_up_again):
+                    self.cls.setup_context(ctx, tuple(args), out)
                 refuse_saved_inputs(ctx, args, out)
             else:
                 out = self.cls.forward(ctx, *args)
@@ -502,6 +522,8 @@ class _Rules:
 
     Attributes:
         kept: the context without its tensors.
+        called: whether only PyTorch's engine calls the user's backward before the jitted function
+            returns; what it does to Python objects is done then.
     """
 
     kept: _Kept
@@ -509,6 +531,7 @@ class _Rules:
     def __init__(
         self, call: _Call, values: Sequence[jax.Array], needs: Sequence[bool], by_jvp: bool
     ) -> None:
+        self.called = innermost(DIFFERENTIATING) is None
         self.needs, self._constants = needs, call.constants
         self._derivatives: dict[tuple[bool, ...], Any] = {}
 
@@ -535,7 +558,9 @@ class _Rules:
                 for v, x in pick([*zip(found, like, strict=True)], self._gives)
             ]
 
-        self._forward = self._closed(forward, *values)
+        with _keeping_changes(not call.has_run):
+            self._forward = self._closed(forward, *values)
+        call.has_run = True
         outs, residuals = self._forward[0].shapes
         # what the derivative takes and gives: tangents of the values and of the outputs, or
         # cotangents of the outputs and of the values
@@ -548,9 +573,14 @@ class _Rules:
             )
         for pattern in self._patterns():
             try:
-                self._derivatives[pattern] = self._closed(
-                    functools.partial(derivative, pattern), residuals, pick(self._operands, pattern)
-                )
+                with gradient_hooks.without_changes() as changes:
+                    self._derivatives[pattern] = self._closed(
+                        functools.partial(derivative, pattern),
+                        residuals,
+                        pick(self._operands, pattern),
+                    )
+                if changes:
+                    self._note_changes(call.cls)
             except (OutsideOfView, SeededInside):
                 raise
             except DataDependentError as error:
@@ -561,6 +591,14 @@ class _Rules:
                 # raised only if JAX asks for the derivative, as PyTorch runs no backward before
                 # that
                 self._derivatives[pattern] = error
+
+    def _note_changes(self, cls: type[Function]) -> None:
+        """Note that a derivative changes Python objects, which a program does not."""
+        if state.replaying:
+            process.changing.update(rules_of(cls))
+            raise Unrecordable(f"a derivative of {cls.__name__} that changes Python objects")
+        if state.level.root.grads is not None:
+            state.level.root.grads.hooks.append(self)
 
     def _closed(self, function: Callable[..., Any], *args: Any) -> tuple[Closed, int]:
         """The function traced on these arguments, and the place of what it captures."""

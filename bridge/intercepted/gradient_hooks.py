@@ -99,11 +99,11 @@ class _TensorHook:
 
     def __init__(self, hook: Callable[..., Any], t: torch.Tensor, value: jax.Array) -> None:
         self.hook, self.device, self.called = hook, t.device, False
-        root = state.level.root
-        with _without_changes(root) as changes:
+        with without_changes() as changes:
             self.closed = Closed(self._call, value)
-        if changes and root.grads is not None:
-            root.grads.hooks.append(self)
+        grads = state.level.root.grads
+        if changes and grads is not None:
+            grads.hooks.append(self)
 
     def by_engine(self) -> Callable[[torch.Tensor], Any]:
         """The hook as PyTorch's engine is to call it."""
@@ -124,11 +124,11 @@ class _TensorHook:
 
 
 @contextlib.contextmanager
-def _without_changes(root: Level) -> Iterator[list[Difference]]:
-    """While entered, a hook may change the objects that a jitted function reaches; at the end its
-    changes are undone, and in the list.
+def without_changes() -> Iterator[list[Difference]]:
+    """While entered, a hook or a backward may change the objects that a jitted function reaches; at
+    the end the changes are undone, and in the list.
     """
-    before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
+    before = [(holder, owner, holder.read(owner)) for holder, owner in state.level.root.owners]
     changes: list[Difference] = []
     try:
         yield changes
@@ -354,7 +354,7 @@ def module_hooks_depend(nodes: Sequence[tuple[Callable[..., Any], Sequence[Any]]
                 pulled(level, given)
             met.update(level.met)
 
-    with _without_changes(state.level.root) as changes:
+    with without_changes() as changes:
         jax.eval_shape(pull_back, [avals for _, avals in nodes])
     return bool(changes or met)
 

@@ -63,7 +63,8 @@ class LeafGradients:
         before: by id, each tensor whose ``.grad`` the function has read or set, with its earlier
             ``.grad``.
         asked: those whose ``.grad`` the function read before it had set it.
-        hooks: the hooks on traced tensors that change Python objects.
+        hooks: the hooks on traced tensors, and the autograd.Functions' backwards, that change
+            Python objects.
         of_modules: the nodes of modules' backward hooks, see ``module_hooks_depend``.
         pulled: by id, the arguments that PyTorch's engine has given gradients.
     """
@@ -106,7 +107,10 @@ class LeafGradients:
             return
         later = any(isinstance(t, torch.Tensor) and t.requires_grad for t in trees.flatten(out)[0])
         if self.hooks and (later or not all(hook.called for hook in self.hooks)):
-            raise CalledItself("a hook on the gradient of a tensor changes Python objects")
+            raise CalledItself(
+                "a hook on the gradient of a tensor, or the backward of an autograd.Function, "
+                "changes Python objects"
+            )
         if later and module_hooks_depend(self.of_modules):
             raise CalledItself(
                 "a backward hook of a module changes Python objects, or uses other tensors"

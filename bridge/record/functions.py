@@ -19,7 +19,7 @@ from bridge.cache_keys import Same
 from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
-from bridge.process import having
+from bridge.process import having, process
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import avals_of
@@ -49,6 +49,8 @@ def _function(cls: type[torch.autograd.Function], args: tuple[Any, ...], recordi
     own_vmap = cls.vmap is not torch.autograd.Function.vmap
     if cls.__module__.startswith("torch."):
         raise Unrecordable(cls.__name__)
+    if any(rule in process.changing for rule in intercepted.rules_of(cls)):
+        raise Unrecordable(f"a derivative of {cls.__name__} that changes Python objects")
     if new_style and own_vmap is cls.generate_vmap_rule and state.recorder.mapped():
         raise Unrecordable(
             "a Function with two rules for vmap, or none: whether that matters shows where the "

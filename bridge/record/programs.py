@@ -27,10 +27,12 @@ from bridge.boundary.calls import Call
 from bridge.cache_keys import identical
 from bridge.convert import tensors, trees
 from bridge.errors import DataDependentError, at_this_line
+from bridge.intercepted.autograd_function import rules_of
 from bridge.jit.compiled import Compiled
 from bridge.jit.program import Packing, Program, trace
 from bridge.process import having, log_once, process, without_collections
 from bridge.programs import closure_scan, guards
+from bridge.programs.holders import holders
 from bridge.programs.places import Place
 from bridge.record import lanes, replay, words
 from bridge.record.entries import Begin
@@ -457,6 +459,7 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
 
     def record(*given: Any) -> tuple[Any, ...]:
         floats, ints = given[count:]
+        state.level.root.owners = [(h, h.owner()) for found in reached for h in holders(found)]
         with numbers_in.tracing(floats, ints, value_of):
             stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
             again = replay.Run(stand)
@@ -468,9 +471,10 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
         rule
         for what, _ in recorder.trace
         if type(what) is Begin and what.kind is FUNCTION
-        for rule in _rules(what.params[0])
+        for rule in rules_of(what.params[0])
     ]
-    watched = [guards.Guards(closure_scan.scan(rule)) for rule in dict.fromkeys(rules)]
+    reached = [closure_scan.scan(rule) for rule in dict.fromkeys(rules)]
+    watched = [guards.Guards(found) for found in reached]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
     with having(state, recorder=None, replaying=True):
@@ -489,12 +493,6 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
     asked = [(k, identical(numbers[k])) for k in sorted(numbers_in.asked | static)]
     compiled = Compiled(program, call, True, (), tiered=True, pure=not rules, given=recorder.inputs)
     return _Program(compiled, numbers_in, asked, guards=[g for g in watched if g.needed])
-
-
-def _rules(cls: type[torch.autograd.Function]) -> list[Callable[..., Any]]:
-    """The methods of a Function that run when a program is made, but not when it is called."""
-    found = [getattr(cls, name) for name in ("backward", "vjp", "jvp", "vmap")]
-    return [rule for rule in found if not rule.__module__.startswith("torch.")]
 
 
 _lock = threading.RLock()

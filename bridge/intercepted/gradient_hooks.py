@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bridge import private, private_calls
 from bridge.boundary.results import conj
-from bridge.errors import at_line
+from bridge.errors import CalledItself, at_line
 from bridge.intercepted.captured_by_rules import Closed
 from bridge.private_calls import intercepted
 from bridge.process import having
@@ -59,10 +59,9 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
     """
     refuse_inside_blocks(t)
     if t.node.used:
-        raise RuntimeError(
+        _refuse(
             "register_hook: the tensor has been used already, and inside a transform a hook sees "
-            "the gradients of later uses only; register it right after the tensor is "
-            f"made{at_line()}"
+            "the gradients of later uses only; register it right after the tensor is made"
         )
     refuse_in_loop("a hook on gradients", BLOCK)
     hooked, value, hooks = t.node.hooked or (None, None, [])
@@ -80,11 +79,18 @@ def register_hook(func: Callable[..., Any], t: Any, hook: Callable[..., Any]) ->
 
 
 def _register_multi_grad_hook(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
+    _refuse(
         "register_multi_grad_hook: inside a transform the derivative is JAX's, which does not "
         "tell PyTorch's engine which gradients are still to come; register a hook on each "
-        f"tensor, with Tensor.register_hook{at_line()}"
+        "tensor, with Tensor.register_hook"
     )
+
+
+def _refuse(reason: str) -> NoReturn:
+    """Refuse a hook that JAX's derivative cannot call; jit calls the function itself then."""
+    if state.level.root.grads is not None:
+        raise CalledItself(reason)
+    raise NotImplementedError(reason + at_line())
 
 
 class _TensorHook:
@@ -252,10 +258,9 @@ class GraphNode:
 
     def _add(self, kind: str, hook: Callable[..., Any]) -> Any:
         if self._hooks is None:
-            raise NotImplementedError(
+            _refuse(
                 f"grad_fn.{kind}: inside a transform the derivative is JAX's, which does not pass "
-                "through this node; register the hook on the tensor, with "
-                f"Tensor.register_hook{at_line()}"
+                "through this node; register the hook on the tensor, with Tensor.register_hook"
             )
         handle = getattr(self._node, kind)(hook)
         registered = handle.hooks_dict_ref()

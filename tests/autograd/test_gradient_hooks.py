@@ -266,9 +266,15 @@ def test_refused_under_jit() -> None:
     with pytest.raises(TypeError, match="expected Tensor or None, but got float"):
         jit(grad(by(lambda g: 3.0)))(torch.ones(3))
     with pytest.raises(RuntimeError, match="register it right after the tensor is made"):
-        jit(grad(late))(torch.ones(3))
+        jit(grad(late))(jnp.ones(3))
     with pytest.raises(NotImplementedError, match=r"Tensor\.register_hook"):
-        jit(grad(on_a_node))(torch.ones(3))
+        jit(grad(on_a_node))(jnp.ones(3))
+    for function in (late, on_a_node):  # with tensors, the function itself is called
+        as_torch_func(
+            lambda T, f=function: (
+                jit(grad(f))(torch.ones(3)) if T is torchfunc_jax else T.grad(f)(torch.ones(3))
+            )
+        )
     with pytest.raises(
         RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"
     ):
@@ -522,12 +528,11 @@ def test_a_hook_around_a_use_is_called_as_by_torch_func(name: str, way: str) -> 
         )
         same(before, after)
         assert len(before[1]) == 1
-        compiled = lambda b, a=argument: jit(lambda: f(torchfunc_jax, a, b))()
-        torch.testing.assert_close(compiled(True), before[0], rtol=1e-4, atol=1e-5)
-        assert seen.gradients
-        seen.gradients.clear()
-        with pytest.raises(RuntimeError, match="used already"):
-            compiled(False)
+        for b, (wanted, _) in ((True, before), (False, after)):
+            compiled = jit(lambda a=argument, b=b: f(torchfunc_jax, a, b))
+            torch.testing.assert_close(compiled(), wanted, rtol=1e-4, atol=1e-5)
+            assert seen.gradients
+            seen.gradients.clear()
 
 
 @pytest.mark.parametrize("mode", ["all", "any"])
@@ -543,11 +548,12 @@ def test_a_hook_on_several_tensors_at_once(mode: str) -> None:
         lambda T: T.grad(f)(P),
         lambda T: T.vmap(T.grad(f))(P[None]),
         lambda T: T.vjp(f, P)[1](torch.tensor(2.0)),
+        lambda T: jit(grad(f))(P) if T is torchfunc_jax else T.grad(f)(P),
     ):
         _, called = as_torch_func(lambda T, way=way: (way(T), seen.take()))
         assert len(called) == 1
     with pytest.raises(NotImplementedError, match="register a hook on each tensor"):
-        jit(grad(f))(P)
+        jit(grad(f))(jnp.ones(3))
     assert not seen.take()
     weight = P.clone().requires_grad_()
 

@@ -340,6 +340,4 @@ def test_hooks_are_called_as_without_jit(case: Case) -> None:
 def test_explain_says_that_a_hook_is_why_the_function_is_called(capsys: Any) -> None:
     with explain():
         _run(pulled_back_outside, jit, torchfunc_jax)
-    assert (
-        "a hook on the gradient of a tensor, or the" in capsys.readouterr().err
-    )
+    assert "a hook on the gradient of a tensor, or the" in capsys.readouterr().err

@@ -245,17 +245,18 @@ class Found:
                             self._inherited.setdefault(heir, set()).add(name)
                     if owner is torch.nn.Module or is_ours(owner.__module__):
                         continue
-                    function = _function_of(owner.__dict__[name])
+                    functions = _functions_of(owner.__dict__[name])
                     if _installed(owner.__module__):
-                        if function is not None:
+                        for function in functions:
                             self.read(function)
                         continue
                     where = Place(owner.__dict__, name, owner.__name__)
-                    if function is None:
+                    if not functions:
                         _step(where.get(), where, self, self.depth, None, True)
                     elif (owner, name) not in self._done or owner is space:
                         self._edges.append(_Edge(where, where.get(), None, True))
-                        _visit(function, Place(function, None), self, self.depth, None)
+                        for function in functions:
+                            _visit(function, Place(function, None), self, self.depth, None)
 
     def read(self, function: types.FunctionType) -> None:
         """Note the names that a function of an installed package reads, and those of the functions
@@ -978,14 +979,20 @@ def _of_user(module: str | None) -> bool:
     return not _installed(module) and not is_ours(module)
 
 
-def _function_of(attribute: Any) -> types.FunctionType | None:
-    """The function that an attribute of a class runs."""
-    if isinstance(attribute, property | functools.cached_property):
-        attribute = attribute.fget if isinstance(attribute, property) else attribute.func
+def _functions_of(attribute: Any) -> list[types.FunctionType]:
+    """The functions that an attribute of a class runs when it is read or called, set or deleted."""
+    if isinstance(attribute, property):
+        return [
+            function
+            for accessor in (attribute.fget, attribute.fset, attribute.fdel)
+            for function in _functions_of(accessor)
+        ]
+    if isinstance(attribute, functools.cached_property):
+        attribute = attribute.func
     attribute = getattr(attribute, "__func__", attribute)
     while hasattr(attribute, "__wrapped__"):
         attribute = attribute.__wrapped__
-    return attribute if isinstance(attribute, types.FunctionType) else None
+    return [attribute] if isinstance(attribute, types.FunctionType) else []
 
 
 def slots_of(x: Any) -> list[str]:

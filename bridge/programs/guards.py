@@ -141,6 +141,11 @@ def _hooks(d: dict[str, Any]) -> tuple[int, ...]:
     return tuple([key for name in closure_scan.HOOKS for key in d[name]])
 
 
+def _sizes(d: dict[str, Any]) -> tuple[int, int]:
+    # one more is read by ``parameters()`` or ``hasattr``; one less is missed at its place
+    return len(d["_parameters"]), len(d["_buffers"])
+
+
 class ValueOf(Place):
     """What Python asks of a value that is computed from captured tensors: a number, which may
     become an input of programs, or the bytes of several ones.
@@ -256,7 +261,15 @@ class Guards:
         self.there = there
         modules = [(type(m).__name__, m.__dict__) for m in found.modules.values()]
         self.modules = [
-            (d, name, d["training"], [*d["_modules"].items()], _hooks(d), d.get("forward"))
+            (
+                d,
+                name,
+                d["training"],
+                [*d["_modules"].items()],
+                _hooks(d),
+                d.get("forward"),
+                _sizes(d),
+            )
             for name, d in modules
             if all(name in d for name in _MODULE)  # not ScriptModules
         ]
@@ -310,10 +323,11 @@ class Guards:
                 x = owner()
                 if type(x) is not cls or (d is not None and x.__dict__ is not d):
                     return False
-            for d, _, training, children, hooks, forward in self.modules:
+            for d, _, training, children, hooks, forward, sizes in self.modules:
                 if (
                     d["training"] is not training
                     or d.get("forward") is not forward
+                    or (len(d["_parameters"]), len(d["_buffers"])) != sizes
                     or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
                     or (
                         (
@@ -365,7 +379,10 @@ class Guards:
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
-        for d, name, training, children, hooks, forward in self.modules:
+        for d, name, training, children, hooks, forward, sizes in self.modules:
+            for kind, was, now in zip(("parameters", "buffers"), sizes, _sizes(d), strict=True):
+                if was != now:
+                    yield f"the module {name} had {was} {kind} and now has {now}"
             if d.get("forward") is not forward:
                 yield f"the module {name} has been given another forward"
             if d["training"] is not training:

@@ -478,6 +478,50 @@ def test_variables_that_are_bound_again(calls: Callable[[bool], list[object]]) -
     assert same(calls(True), calls(False))
 
 
+class Scaled:
+    """Its property is kept under another name, and doubled."""
+
+    def __init__(self) -> None:
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value * 2
+
+    @scale.deleter
+    def scale(self) -> None:
+        self._scale = 0.5
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = self.scale + 1
+        if self.scale > 20:
+            del self.scale
+        return x * self.scale
+
+
+class Lazy(torch.nn.Module):
+    """It registers its buffer at the first call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(2))
+        self.mean: torch.Tensor = 0.9 * self.mean + 0.1 * x
+        return x - self.mean
+
+
+@pytest.mark.parametrize("cls", [Scaled, Lazy])
+def test_a_state_that_the_code_sets_by_other_names(cls: type) -> None:
+    stateful, plain = cls(), cls()
+    run = jit(stateful)
+    for x in INPUTS * 2:
+        torch.testing.assert_close(run(x), plain(x))
+        assert same(content(stateful), content(plain))
+
+
 class Stateful(torch.nn.Module):
     """A module with a state of each kind: a buffer that is bound again, a dict with a view of its
     argument, a count and a list.

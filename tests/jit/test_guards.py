@@ -200,6 +200,25 @@ def test_a_module_that_changes(change: str, way: str) -> None:
         same(fn(X), plain(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("more", "read"),
+    [
+        (lambda m: m.register_parameter("more", nn.Parameter(X.clone())), nn.Module.parameters),
+        (lambda m: m.register_buffer("more", X.clone()), nn.Module.buffers),
+        (lambda m: m.register_buffer("more", X.clone()), lambda m: m.state_dict().values()),
+    ],
+    ids=["a parameter", "a buffer", "an entry of the state dict"],
+)
+def test_a_module_that_gets_one_more_tensor(more: Any, read: Any) -> None:
+    module = nn.BatchNorm1d(3).eval()
+    fn = lambda x: x * sum(t.sum() for t in read(module))
+    jitted = jit(fn)
+    same(jitted(X), fn(X))
+    more(module)
+    same(jitted(X), fn(X))
+    assert len(jitted.programs()) == 2
+
+
 def test_what_the_function_does_not_read_is_no_guard() -> None:
     model = Layers().eval()
     fn = jit(model)

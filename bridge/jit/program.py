@@ -575,7 +575,13 @@ class _ValuesFromOutside(TorchFunctionMode):
         ):
             with private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        found = self._called(func, types, args, kwargs)
+        try:
+            found = self._called(func, types, args, kwargs)
+        except RuntimeError as error:
+            # the shape is a number of ``item()``, of which PyTorch's C++ says no more
+            if state.numbers is not None and _NEEDS_INTEGERS in str(error):
+                raise tracing.unknown_value("item()") from error
+            raise
         return tracing.numbered(found) if type(found) is tracing.Traced else found
 
     def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -652,6 +658,7 @@ class _ValuesFromOutside(TorchFunctionMode):
 tracing.HANDED_IN["values_from_outside"] = _ValuesFromOutside
 
 
+_NEEDS_INTEGERS = "expected to contain only concrete integers"
 #: What PyTorch knows of a tensor whose values are not known; these are most of a trace's calls.
 _PROPERTIES = frozenset(
     [

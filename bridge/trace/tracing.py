@@ -47,6 +47,7 @@ NO_KERNEL = (
 )
 _make = private.make_wrapper
 _CPU = torch.device("cpu")
+_LISTED = 128  # numbers of a list that are known later: each is a result of the program
 _torch_dtype = dtypes._TO_TORCH
 
 
@@ -129,7 +130,14 @@ class Traced(torch.Tensor):
         return HANDED_IN["graph_node"](torch.Tensor.grad_fn.__get__(self))  # type: ignore[attr-defined]
 
     def tolist(self) -> Any:
-        return self.tolist() if settled((self,)) else concrete(self, "tolist()").tolist()
+        if settled((self,)):
+            return self.tolist()
+        known = answers()
+        if state.jitting and (known is None or not known.knows(value_of(self))):
+            later = _list_later(self)
+            if later is not None:
+                return later
+        return concrete(self, "tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         if settled((self,)):
@@ -570,6 +578,18 @@ def item_later(t: torch.Tensor) -> Any:
     return python_numbers.late(
         state.numbers, array, lambda x: refuse() if level.closed else wrap(x, _CPU), refuse
     )
+
+
+def _list_later(t: torch.Tensor) -> Any:
+    """What stands for ``t.tolist()``, with ``item_later`` of each element; None where nothing does,
+    and for many elements.
+    """
+    if t.numel() > _LISTED:
+        return None
+    if t.dim():
+        rows = [_list_later(row) for row in t.unbind()]
+        return None if any(row is None for row in rows) else rows
+    return item_later(t)
 
 
 #: Functions that read a tensor's memory without an operator that a dispatch mode sees.

@@ -1642,6 +1642,12 @@ BY_VALUE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
     "numpy": lambda x, mask, times: x * float(times.numpy().max()) + float(np.asarray(mask).sum()),
     "equal": lambda x, mask, times: x * 2 if torch.equal(times, times.sort()[0]) else x,
     "a size": lambda x, mask, _: x.repeat(int(mask.sum()) + 1).sum() * x,
+    "sizes": lambda x, mask, _: x.split([mask.sum().item(), (~mask).sum().item()])[0].sum() * x,
+    "a list of sizes": lambda x, mask, _: (
+        x.split(torch.stack([mask.sum(), (~mask).sum()]).tolist())[-1].sum() * x
+    ),
+    "a shape": lambda x, mask, _: x.expand(mask.sum().item() + 1, -1).sum() * x,
+    "a part": lambda x, mask, _: x.narrow(0, 0, mask.sum().item()).sum() * x,
     "a while": lambda x, _, times: functools.reduce(
         lambda y, _: y.sin(), range(int((times * 2).sum())), x
     ),

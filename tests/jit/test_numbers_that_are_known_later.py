@@ -116,6 +116,11 @@ def _of_other_dtypes(F: Any, m: Trained, x: torch.Tensor) -> Any:
     return [x.abs().sum().to(dtype).item() for dtype in kinds], x[:1, :1].item()
 
 
+def _in_lists(F: Any, m: Trained, x: torch.Tensor) -> Any:
+    m.losses.extend(x.argmax(1).tolist())
+    return x.tolist(), x.sum().tolist(), x[:0].tolist(), x[:, :0].tolist()
+
+
 #: Each with the number of its programs for four calls.
 CASES: dict[str, tuple[Callable[[Any, Trained, torch.Tensor], Any], int]] = {
     "returned": (_returned, 2),
@@ -129,6 +134,7 @@ CASES: dict[str, tuple[Callable[[Any, Trained, torch.Tensor], Any], int]] = {
     "in a gradient": (_in_a_gradient, 1),
     "of a parameter": (_of_a_parameter, 1),
     "of other dtypes": (_of_other_dtypes, 1),
+    "in lists": (_in_lists, 1),
 }
 
 
@@ -168,6 +174,11 @@ ASKING: dict[str, Callable[[Any], Any]] = {
     "math": lambda x: math.exp(x.sum().item()),
     "f-string": lambda x: f"{x.sum().item():.2f}",
     "shape": lambda x: torch.zeros(x.sum().long().item()),
+    "a shape among others": lambda x: x.reshape(x.sum().long().item(), 1),
+    "a part": lambda x: x.narrow(0, 0, x.sum().long().item()),
+    "a list": lambda x: sorted(x.tolist()),
+    "a list of bools": lambda x: (x > 0).tolist(),
+    "a long list": lambda x: x.repeat(100).tolist(),
     "key": lambda x: {x.sum().item(): x},
     "NumPy": lambda x: np.mean([x.sum().item()]),
     "a power of integers": lambda x: 2 ** x.sum().long().item(),

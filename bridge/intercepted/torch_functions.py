@@ -28,6 +28,7 @@ from bridge.operators import special_cases, views
 from bridge.operators.special_cases import presumed
 from bridge.private_calls import Ours, in_call, in_trace, intercepted
 from bridge.process import having
+from bridge.trace import python_numbers
 from bridge.trace.aliasing import conjugates, views_between
 from bridge.trace.levels import Unrecordable, innermost, state
 from bridge.trace.torch_random import refuse_unmapped
@@ -63,6 +64,8 @@ def _indexed(func: Callable[..., Any], t: torch.Tensor, index: Any, *value: Any)
     value: v, if there is one.
     """
     parts = index if type(index) is tuple else (index,)
+    late = [python_numbers.is_late(p) and p.node.kind is int for p in parts]
+    parts = tuple([p.node.tensor if n else p for p, n in zip(parts, late, strict=True)])
     unknown = [_is_unknown_number(p) for p in parts]
     if not any(unknown):
         return func(t, index, *value)

@@ -577,9 +577,12 @@ class _ValuesFromOutside(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         try:
             found = self._called(func, types, args, kwargs)
-        except RuntimeError as error:
-            # the shape is a number of ``item()``, of which PyTorch's C++ says no more
-            if state.numbers is not None and _NEEDS_INTEGERS in str(error):
+        except (RuntimeError, TypeError) as error:
+            # C++ does not say that a shape, or a list of numbers, is one of ``item()``
+            if state.numbers is not None and (
+                _NEEDS_INTEGERS in str(error)
+                or (type(error) is TypeError and _is_late((args, list((kwargs or {}).values()))))
+            ):
                 raise tracing.unknown_value("item()") from error
             raise
         return tracing.numbered(found) if type(found) is tracing.Traced else found
@@ -656,6 +659,11 @@ class _ValuesFromOutside(TorchFunctionMode):
 
 
 tracing.HANDED_IN["values_from_outside"] = _ValuesFromOutside
+
+
+def _is_late(x: Any) -> bool:
+    """Whether x, or what is in it, is a number that is known when the program has run."""
+    return any(map(_is_late, x)) if isinstance(x, list | tuple) else python_numbers.is_late(x)
 
 
 _NEEDS_INTEGERS = "expected to contain only concrete integers"

@@ -1647,6 +1647,10 @@ BY_VALUE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
         x.split(torch.stack([mask.sum(), (~mask).sum()]).tolist())[-1].sum() * x
     ),
     "a shape": lambda x, mask, _: x.expand(mask.sum().item() + 1, -1).sum() * x,
+    "a factor of a size": lambda x, mask, _: (
+        nn.functional.interpolate(x[None, None], scale_factor=mask.sum().item() + 1).sum() * x
+    ),
+    "an index": lambda x, mask, _: x[mask.sum().item() - 1] * x,
     "a part": lambda x, mask, _: x.narrow(0, 0, mask.sum().item()).sum() * x,
     "a while": lambda x, _, times: functools.reduce(
         lambda y, _: y.sin(), range(int((times * 2).sum())), x

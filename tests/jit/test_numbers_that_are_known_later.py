@@ -121,6 +121,13 @@ def _in_lists(F: Any, m: Trained, x: torch.Tensor) -> Any:
     return x.tolist(), x.sum().tolist(), x[:0].tolist(), x[:, :0].tolist()
 
 
+def _as_an_index(F: Any, m: Trained, x: torch.Tensor) -> Any:
+    best, last = x[:, 0].argmax().item(), x[0].argmin().item()
+    changed = x.clone()
+    changed[best, last] = 5.0
+    return x[best], x[best, -last], x[..., last], changed, [x[k] for k in x.argmax(0).tolist()]
+
+
 #: Each with the number of its programs for four calls.
 CASES: dict[str, tuple[Callable[[Any, Trained, torch.Tensor], Any], int]] = {
     "returned": (_returned, 2),
@@ -135,6 +142,7 @@ CASES: dict[str, tuple[Callable[[Any, Trained, torch.Tensor], Any], int]] = {
     "of a parameter": (_of_a_parameter, 1),
     "of other dtypes": (_of_other_dtypes, 1),
     "in lists": (_in_lists, 1),
+    "as an index": (_as_an_index, 1),
 }
 
 
@@ -187,6 +195,11 @@ ASKING: dict[str, Callable[[Any], Any]] = {
     "checkpoint": lambda x: checkpoint(lambda x: x * x.sum().item(), x, use_reentrant=False),
     "vmap": lambda x: torchfunc_jax.vmap(lambda row: row * row.item())(x),
 }
+
+
+def test_an_index_out_of_bounds() -> None:
+    with pytest.raises(IndexError, match="index 5 is out of bounds for dimension 0 with size 3"):
+        jit(lambda x, i: x[i.item()])(torch.ones(3), torch.tensor(5))
 
 
 @pytest.mark.parametrize("name", ASKING)

@@ -9,6 +9,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from bridge.cache_keys import Same
 from bridge.convert.arguments import mapped
 from bridge.record.tensor import Aval
 from bridge.transform_kinds import Kind
@@ -104,6 +107,25 @@ class End:
 
     params: Any
     made: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionEnd:
+    """What the forward of an autograd.Function gives beside tensors."""
+
+    outs: Same  # what ``put_together`` needs of its outputs,
+    kept: Same  # and of the values that its context keeps
+    constant: tuple[bool, ...]  # for each output that is a tensor: whether it has no gradient
+    materialize: bool
+    # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
+    needs: tuple[bool, ...] | None
+
+    def objects(self) -> list[Any]:
+        """What the context keeps that may change."""
+        return [x for x in self.kept.value[1] if not isinstance(x, _CONSTANT)]
+
+
+_CONSTANT = bool | int | float | complex | str | bytes | torch.dtype | torch.device | None
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -6,7 +6,6 @@ Of a Function, its forward is written down, with the values that its context kee
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from bridge.convert import trees
 from bridge.intercepted import autograd_function as intercepted
 from bridge.intercepted.checkpointing import rematerialized
 from bridge.process import having, process
+from bridge.record.entries import FunctionEnd
 from bridge.record.in_torch import Level
 from bridge.record.recorder import Recorder
 from bridge.record.tensor import avals_of
@@ -27,18 +27,6 @@ from bridge.record.transforms import NOT_RECORDED, Recording, entered, inside, t
 from bridge.trace.levels import Unrecordable, state
 from bridge.trace.tracing import node_of
 from bridge.transform_kinds import CHECKPOINT, FUNCTION, FUNCTIONALIZE, Kind
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ended:
-    """What the forward of an autograd.Function gives beside tensors."""
-
-    outs: Same  # what ``put_together`` needs of its outputs,
-    kept: Same  # and of the values that its context keeps
-    constant: tuple[bool, ...]  # for each output that is a tensor: whether it has no gradient
-    materialize: bool
-    # ``ctx.needs_input_grad``, if it was asked for: what the context keeps may follow it
-    needs: tuple[bool, ...] | None
 
 
 def _function(cls: type[torch.autograd.Function], args: tuple[Any, ...], recording: bool) -> Any:
@@ -99,7 +87,10 @@ class _Call:
         given = _meta(self.args, trees.joined(*[trees.LEAF] * len(self.args)))
         first, start, inputs = recorder.count, len(recorder.trace), len(recorder.inputs)
         with torch.set_grad_enabled(self.recording):  # the grad mode around the call
-            arguments = recorder.begin(FUNCTION, (self.cls, given), operands, avals_of(operands))
+            rules = intercepted.rules_of(self.cls)  # another one may take the place of one of them
+            arguments = recorder.begin(
+                FUNCTION, (self.cls, given, *rules), operands, avals_of(operands)
+            )
         filled = put_together(arguments, given.value)
         ctx = self.ctx
 
@@ -146,7 +137,7 @@ class _Call:
             ]
             outs = _meta(leaves, spec)
             asked = ctx.needs_input_grad if ctx.asked_for_needs else None
-            ended = _Ended(
+            ended = FunctionEnd(
                 outs, _meta(kept_leaves, kept_spec), constant, ctx.materialize_grads, asked
             )
             return recorder.end(ended, results, avals), outs
@@ -175,9 +166,12 @@ def _meta(leaves: Sequence[Any], spec: Any) -> Same:
 
 
 def _function_again(
-    body: Callable[..., Any], operands: list[torch.Tensor], params: tuple[Any, ...], end: _Ended
+    body: Callable[..., Any],
+    operands: list[torch.Tensor],
+    params: tuple[Any, ...],
+    end: FunctionEnd,
 ) -> tuple[list[torch.Tensor], None]:
-    cls, given = params
+    cls, given, *_ = params
 
     def forward(ctx: Any, *args: Any) -> Any:
         # body comes from the class: as a closure variable it would be searched for tensors, and

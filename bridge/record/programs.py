@@ -35,7 +35,7 @@ from bridge.programs import closure_scan, guards
 from bridge.programs.holders import holders
 from bridge.programs.places import Place
 from bridge.record import lanes, replay, words
-from bridge.record.entries import Begin
+from bridge.record.entries import Begin, End, FunctionEnd
 from bridge.record.in_torch import can_repeat
 from bridge.record.recorder import Recorder
 from bridge.trace import python_numbers
@@ -424,7 +424,13 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
         raise Unrecordable("random numbers that have to be drawn twice")
     inputs = [] if compiled.idle else tensors.crossings(given)[0]
     grads = final and torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    captured, arrays = (compiled.captured() if compiled.program.places else None) or ([], [])
+    captured: list[torch.Tensor] = []
+    arrays: list[Any] = []
+    if compiled.program.places:
+        now = compiled.captured()
+        if now is None:
+            raise Misfit
+        captured, arrays = now
     try:
         with contextlib.nullcontext() if final else torch.no_grad():
             return compiled.call([*given, *extra], [*inputs, *extra, *arrays], captured, grads)
@@ -467,24 +473,25 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
             again.run(whole.entries)
             return again.values(refs)
 
-    rules = [
-        rule
-        for what, _ in recorder.trace
-        if type(what) is Begin and what.kind is FUNCTION
-        for rule in rules_of(what.params[0])
-    ]
-    reached = [closure_scan.scan(rule) for rule in dict.fromkeys(rules)]
+    rules, objects = dict[Any, None](), dict[int, Any]()
+    for what, _ in recorder.trace:
+        if type(what) is Begin and what.kind is FUNCTION:
+            rules.update(dict.fromkeys(rules_of(what.params[0])))
+        elif type(what) is End and type(what.params) is FunctionEnd:
+            objects.update({id(x): x for x in what.params.objects()})
+    reached = [closure_scan.scan(rule, *objects.values()) for rule in rules]
     watched = [guards.Guards(found) for found in reached]
     vectors = [torch.zeros(size, dtype=d) for d in (torch.float64, torch.int64)]
     call = Call.of((*[t if t.requires_grad else t.detach() for t in recorder.inputs], *vectors), {})
     with having(state, recorder=None, replaying=True):
         program, missing = trace(record, call, [], closure_scan.Found(), watched=False)
-        if missing:  # tensors of TorchScript functions, which the program then holds
+        if missing:  # tensors of TorchScript functions, which the program then holds, or of rules
+            places = {key: x for found in reached for key, x in found.tensors.items()}
             numbers_in = Inputs(numbers, size)
             program, missing = trace(
                 record,
                 call,
-                [(t, Place(t, None)) for t in missing],
+                [places.get(id(t), (t, Place(t, None))) for t in missing],
                 closure_scan.Found(),
                 watched=False,
             )

@@ -1,16 +1,17 @@
 """autograd.Functions whose methods change Python objects: a list has what plain PyTorch and
-torch.func put into it, at every call.
+torch.func put into it, at every call. And those that read objects, which change between the calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from agreement import same
+from torch import nn
 
 import torchfunc_jax
 from torchfunc_jax import jit
@@ -129,3 +130,94 @@ def test_methods_change_objects_once_for_each_call(make: Any, way: str) -> None:
         assert len(notes) == len(noted)
         for x, y in zip(notes, noted, strict=True):
             same(x.detach(), y.detach()) if isinstance(x, torch.Tensor) else same(x, y)
+
+
+# -- what a backward reads -------------------------------------------------------------------------
+def _with_backward(backward: Any, setup_context: Any = lambda ctx, inputs, output: None) -> Any:
+    members = {"forward": lambda x: x.sin(), "setup_context": setup_context, "backward": backward}
+    return type(
+        "Read", (torch.autograd.Function,), {name: staticmethod(f) for name, f in members.items()}
+    )
+
+
+def _tensor_replaced() -> tuple[Any, Callable[[int], Any]]:
+    held = SimpleNamespace(w=X)
+    function = _with_backward(lambda ctx, g: g * held.w)
+    return function, lambda k: setattr(held, "w", torch.full_like(X, k))
+
+
+def _tensor_of_another_shape() -> tuple[Any, Callable[[int], Any]]:
+    held = SimpleNamespace(w=X)
+    function = _with_backward(lambda ctx, g: g * held.w.sum())
+    return function, lambda k: setattr(held, "w", torch.ones(k, dtype=torch.float64))
+
+
+def _tensor_written() -> tuple[Any, Callable[[int], Any]]:
+    w = X.clone()
+    return _with_backward(lambda ctx, g: g * w), w.fill_
+
+
+def _object_of_the_context() -> tuple[Any, Callable[[int], Any]]:
+    held = SimpleNamespace(factor=1.0)
+    function = _with_backward(
+        lambda ctx, g: g * ctx.held.factor, lambda ctx, inputs, output: setattr(ctx, "held", held)
+    )
+    return function, lambda k: setattr(held, "factor", float(k))
+
+
+def _module_of_the_context() -> tuple[Any, Callable[[int], Any]]:
+    module = nn.Linear(5, 5).double()
+    function = _with_backward(
+        lambda ctx, g: ctx.module(g), lambda ctx, inputs, output: setattr(ctx, "module", module)
+    )
+
+    def change(k: int) -> None:
+        if k == 2:
+            module.weight = nn.Parameter(torch.eye(5, dtype=torch.float64))
+        else:
+            nn.init.constant_(module.weight, k)
+
+    return function, change
+
+
+def _number_of_the_class() -> tuple[Any, Callable[[int], Any]]:
+    function = _with_backward(lambda ctx, g: g * function.factor)
+    return function, lambda k: setattr(function, "factor", float(k))
+
+
+def _backward_replaced() -> tuple[Any, Callable[[int], Any]]:
+    function = _with_backward(lambda ctx, g: g)
+    return function, lambda k: setattr(function, "backward", staticmethod(lambda ctx, g: g * k))
+
+
+def _a_list() -> tuple[Any, Callable[[int], Any]]:
+    grown: list[int] = []
+    return _with_backward(lambda ctx, g: g * len(grown)), grown.append
+
+
+READ = [
+    _tensor_replaced,
+    _tensor_of_another_shape,
+    _tensor_written,
+    _object_of_the_context,
+    _module_of_the_context,
+    _number_of_the_class,
+    _backward_replaced,
+    _a_list,
+]
+
+
+@pytest.mark.parametrize("way", ["un-jitted grad", "un-jitted vjp", "jit of grad"])
+@pytest.mark.parametrize("make", READ, ids=lambda f: f.__name__)
+def test_a_backward_reads_what_there_is_at_each_call(make: Any, way: str) -> None:
+    torch.manual_seed(0)
+    function, change = make()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return function.apply(x).sum()
+
+    mine = WAYS[way](loss, torchfunc_jax, jit)
+    theirs = WAYS[way](loss, torch.func, lambda f: f)
+    for k in (1, 1, 2, 3):
+        change(k)
+        same(mine(X).detach(), theirs(X).detach())

@@ -544,6 +544,10 @@ def without_memory(t: torch.Tensor) -> str:
     return ""
 
 
+#: Where a torch.library.CustomOpDef keeps what ``register_autograd`` has been given.
+RULES_OF_CUSTOM_OPS = "_backward_fn", "_setup_context_fn"
+
+
 def generated_for(cls: type[torch.autograd.Function]) -> tuple[torch._ops.OpOverload | None, Any]:
     """The torch.library operator for which PyTorch generated this Function, and its derivative;
     else None twice.

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bridge import private
 from bridge.cache_keys import identical
 from bridge.convert import sparse
 from bridge.convert.sparse import Sparse, is_sparse
@@ -62,6 +63,7 @@ _TRANSPARENT = (
     functools.partial,
     contextvars.ContextVar,
     weakref.ReferenceType,
+    torch.library.CustomOpDef,
     _FUNCTION,
 )
 #: Objects of PyTorch's classes whose attributes the function may read.
@@ -917,6 +919,9 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
     elif isinstance(x, np.ndarray):
         for index, value in np.ndenumerate(x) if x.dtype.kind == "O" else ():
             yield value, Place(x, index)
+    elif isinstance(x, torch.library.CustomOpDef):  # PyTorch itself runs its other functions
+        for name in private.RULES_OF_CUSTOM_OPS:
+            yield x.__dict__.get(name), Place(x.__dict__, name, "a custom_op")
     else:
         yield from _attributes(x)
 

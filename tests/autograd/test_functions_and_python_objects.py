@@ -221,3 +221,47 @@ def test_a_backward_reads_what_there_is_at_each_call(make: Any, way: str) -> Non
     for k in (1, 1, 2, 3):
         change(k)
         same(mine(X).detach(), theirs(X).detach())
+
+
+class Rule:
+    """What the derivative of an operator reads and changes."""
+
+    factor = 1.0
+    seen: list[torch.Tensor]
+
+
+RULE = Rule()
+
+
+@torch.library.custom_op("test_functions_and_objects::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@sine.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _scaled(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    return g * RULE.factor
+
+
+def _noted_too(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+    RULE.seen.append(g.sum())
+    return g * RULE.factor
+
+
+@pytest.mark.parametrize("rule", [_scaled, _noted_too], ids=lambda f: f.__name__)
+def test_the_derivative_of_an_operator(rule: Any) -> None:
+    sine.register_autograd(rule)
+    RULE.seen = []
+    inside, outside = jit(_grad_inside(lambda x: sine(x).sum())), jit(lambda x: sine(x).sum())
+    calls: list[Loss] = [inside, _backward_outside(outside)]
+    if rule is _scaled:  # torch.func takes no such operators
+        calls += [torchfunc_jax.grad(lambda x: sine(x).sum())]
+    for k in range(CALLS):
+        RULE.factor = k + 1.0
+        for call in calls:
+            same(call(X), torch.full_like(X, k + 1.0))
+    assert [x.item() for x in RULE.seen] == [5.0] * (2 * CALLS if rule is _noted_too else 0)

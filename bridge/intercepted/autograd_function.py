@@ -88,13 +88,6 @@ def forward_in_trace(
     return forward
 
 
-def _keeping_changes(keep: bool) -> contextlib.AbstractContextManager[Any]:
-    """While entered, a method may change Python objects, which are as before at the end if the
-    changes are not kept.
-    """
-    return contextlib.nullcontext() if keep else gradient_hooks.without_changes()
-
-
 def rules_of(cls: type[Function]) -> list[Callable[..., Any]]:
     """The methods of a Function that run when a program is made, but not when it is called."""
     found = [getattr(cls, name) for name in ("backward", "vjp", "jvp", "vmap")]
@@ -299,8 +292,7 @@ class _Call:
             if self.cls.setup_context is not Function.setup_context:
                 out = _by_own_vmap(self.cls, args)
                 out = self.cls.forward(*args) if out is NotImplemented else out
-                with _keeping_changes(not self.set_up_again):
-                    self.cls.setup_context(ctx, tuple(args), out)
+                self.cls.setup_context(ctx, tuple(args), out)
                 refuse_saved_inputs(ctx, args, out)
             else:
                 out = self.cls.forward(ctx, *args)
@@ -370,6 +362,17 @@ class _Call:
                 None if t is None else value_of(t)
                 for t in (out if isinstance(out, tuple | list) else [out])
             ]
+
+    def run_for_changes(self) -> None:
+        """Run the forward for what it does to Python objects alone."""
+        args, ctx = tuple(self.args), Context((False,) * len(self.args))
+        with torch.no_grad(), private.set_forward_mode_enabled(False):
+            if self.cls.setup_context is Function.setup_context:
+                self.cls.forward(ctx, *args)
+                return
+            out = self.cls.forward(*args)
+            if not self.set_up_again:
+                self.cls.setup_context(ctx, args, out)
 
     def run(self, values: Sequence[jax.Array], out: Any = None) -> Any:
         """The outputs for these values of the tensor arguments; out: the outputs of a forward that
@@ -558,8 +561,12 @@ class _Rules:
                 for v, x in pick([*zip(found, like, strict=True)], self._gives)
             ]
 
-        with _keeping_changes(not call.has_run):
+        draw_again = drawing_again()
+        with gradient_hooks.without_changes() as changes:
             self._forward = self._closed(forward, *values)
+        if changes and not call.has_run:  # what it keeps is to be of this trace
+            with draw_again():
+                call.run_for_changes()
         call.has_run = True
         outs, residuals = self._forward[0].shapes
         # what the derivative takes and gives: tangents of the values and of the outputs, or

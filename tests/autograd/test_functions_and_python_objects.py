@@ -64,6 +64,16 @@ def _noting_gradients(notes: list[Any]) -> Any:
     return Noting
 
 
+def _noting_values(notes: list[Any]) -> Any:
+    class Noting(_new_style([])):  # type: ignore[misc]
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            notes.append(x.sum())
+            return x.sin()
+
+    return Noting
+
+
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -100,6 +110,7 @@ WAYS: dict[str, Callable[[Loss, Any, Any], Loss]] = {
 FUNCTIONS: dict[Callable[[list[Any]], Any], list[str]] = {
     _new_style: [way for way in WAYS if not way.startswith("un-jitted")],
     _old_style: ["jit", "autograd.grad inside of jit", "backward outside of jit"],
+    _noting_values: [way for way in WAYS if way != "un-jitted grad of grad"],
     _noting_gradients: [way for way in WAYS if way != "un-jitted jacrev"],
 }
 

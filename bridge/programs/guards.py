@@ -380,9 +380,9 @@ class Guards:
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
         for d, name, training, children, hooks, forward, sizes in self.modules:
-            for of_it, had, has in zip(("parameters", "buffers"), sizes, _sizes(d), strict=True):
+            for which, had, has in zip(("parameters", "buffers"), sizes, _sizes(d), strict=True):
                 if had != has:
-                    yield f"the module {name} had {had} {of_it} and now has {has}"
+                    yield f"the module {name} had {had} {which} and now has {has}"
             if d.get("forward") is not forward:
                 yield f"the module {name} has been given another forward"
             if d["training"] is not training:

@@ -465,8 +465,8 @@ def _made(recorder: Recorder, refs: Sequence[int], static: frozenset[int]) -> _P
 
     def record(*given: Any) -> tuple[Any, ...]:
         floats, ints = given[count:]
-        state.level.root.owners = [(h, h.owner()) for found in reached for h in holders(found)]
-        with numbers_in.tracing(floats, ints, value_of):
+        owners = [(h, h.owner()) for found in reached for h in holders(found)]
+        with having(state.level.root, owners=owners), numbers_in.tracing(floats, ints, value_of):
             stand = [x if k in static else numbers_in.number(k) for k, x in enumerate(numbers)]
             again = replay.Run(stand)
             again.env.update(zip(inputs, given, strict=False))

@@ -904,17 +904,6 @@ for _name, _add in {
     ),
 }.items():
     others = (_MODULE_HOOKS,) * ("full backward" in _name)
-    if "old kind" in _name:
-        others = (
-            Other(
-                "refused",
-                "It is a hook on a node of PyTorch's graph, through which JAX's "
-                "derivatives do not pass.",
-                error=NotImplementedError,
-                match=r"grad_fn\.register_hook",
-                ways=_BY_JIT,
-            ),
-        )
     state(_name, _hook(_add), Program.linear, *others)
 state(
     "a second forward hook",

@@ -323,11 +323,12 @@ class Guards:
                 x = owner()
                 if type(x) is not cls or (d is not None and x.__dict__ is not d):
                     return False
-            for d, _, training, children, hooks, forward, sizes in self.modules:
+            for d, _, training, children, hooks, forward, (parameters, buffers) in self.modules:
                 if (
                     d["training"] is not training
                     or d.get("forward") is not forward
-                    or (len(d["_parameters"]), len(d["_buffers"])) != sizes
+                    or len(d["_parameters"]) != parameters
+                    or len(d["_buffers"]) != buffers
                     or ((children or d["_modules"]) and [*d["_modules"].items()] != children)
                     or (
                         (

@@ -30,8 +30,8 @@ from bridge.trace.random_keys import NoKeyError, drawing_from
 
 State = dict[str, jax.Array]
 
-#: Held while a call with other parameters changes a module's attributes and mode, here and in
-#: torchfunc_jax.
+#: Held while a call changes objects that other threads see: a module's attributes and mode, here
+#: and in torchfunc_jax; whatever a trace changes for its time; what a jitted function changes.
 SWAPPING = threading.RLock()
 
 

@@ -4,6 +4,7 @@ tensors, the tree of its results.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from bridge.jit.program import (
     in_two,
     pull_back,
 )
+from bridge.modules import SWAPPING
 from bridge.process import having
 from bridge.programs.closure_scan import has_hooks
 from bridge.programs.guards import GONE_ERRORS
@@ -172,6 +174,9 @@ class Compiled:
         # JAX does
         self.checked, self.bounds = program.checked() if torch_out else (program, None)
         self.draws = program.is_random
+        #: held in a call from the reading of what it depends on to the changes of objects: another
+        #: thread changes them before or after it, and no trace takes these changes for its own
+        self.turn: Any = SWAPPING if program.changes else contextlib.nullcontext()
         #: whether nothing is computed, because every output is a view of an input
         self.idle = (
             bool(program.shared)

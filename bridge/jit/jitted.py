@@ -337,53 +337,66 @@ class Jitted:
             if family.itself and family.calls_itself():
                 return self._unjitted(family.itself, torch_out, given)
             if family.counters:
-                numbers += family.counted()
+                with SWAPPING:  # another thread's trace may have other numbers there
+                    numbers += family.counted()
             for entry in family.find(numbers) if numbers else family.programs.get((), ()):
                 tried.append(entry)
-                captured = entry.captured(leaves)
-                if captured is not None:
-                    try:
-                        return self._run(entry, leaves, inputs, captured, grads, given)
-                    except OtherAnswer:
-                        continue
-                    except Misfit:
-                        misfit = True
+                with entry.turn:
+                    captured = entry.captured(leaves)
+                    if captured is not None:
+                        try:
+                            return self._run(entry, leaves, inputs, captured, grads, given)
+                        except OtherAnswer:
+                            continue
+                        except Misfit:
+                            misfit = True
         start = time.perf_counter()
-        try:
-            entry = self._compile(
-                whole,
-                Call.each_once(*trees.flatten((args, kwargs))),
-                inputs,
-                numbers,
-                misfit,
-                tried,
-            )
-        except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
-            if (
-                isinstance(error, CalledItself)
-                and (family := self._families.get(whole)) is not None
-            ):
-                family.itself = str(error)
-            return self._unjitted(str(error), torch_out, given)
-        except Exception:
-            if state.undone is not None:
-                with having(state, arguments=leaves, given=given):
-                    state.undone.done()
-            raise
-        finally:
-            state.undone = None
-        captured = entry.captured(leaves)
-        assert captured is not None
-        out = self._run(entry, leaves, inputs, captured, grads, given)
-        entry.seconds += time.perf_counter() - start
-        family = self._families.get(whole)
-        if family is not None and (changed := entry.program.changed()):
-            family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
-            if family.turns == _TURNS:
-                family.turns, family.left, family.pause = _TURNS - 1, family.pause, 2 * family.pause
-                with having(state, arguments=leaves, given=given):
-                    names = ", ".join(map(str, changed))
-                family.itself = f"at each call it changes {names}, and what it does depends on that"
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(SWAPPING)
+            try:
+                entry = self._compile(
+                    whole,
+                    Call.each_once(*trees.flatten((args, kwargs))),
+                    inputs,
+                    numbers,
+                    misfit,
+                    tried,
+                )
+            except (OutsideGraph, OutsideOfView, SeededInside, NeedsTorch) as error:
+                turn.close()
+                if (
+                    isinstance(error, CalledItself)
+                    and (family := self._families.get(whole)) is not None
+                ):
+                    family.itself = str(error)
+                return self._unjitted(str(error), torch_out, given)
+            except Exception:
+                if state.undone is not None:
+                    with having(state, arguments=leaves, given=given):
+                        state.undone.done()
+                raise
+            finally:
+                state.undone = None
+            if not entry.program.changes:
+                turn.close()
+            captured = entry.captured(leaves)
+            assert captured is not None
+            out = self._run(entry, leaves, inputs, captured, grads, given)
+            entry.seconds += time.perf_counter() - start
+            family = self._families.get(whole)
+            if family is not None and (changed := entry.program.changed()):
+                family.turns = family.turns + 1 if entry.captured(leaves) is None else 0
+                if family.turns == _TURNS:
+                    family.turns, family.left, family.pause = (
+                        _TURNS - 1,
+                        family.pause,
+                        2 * family.pause,
+                    )
+                    with having(state, arguments=leaves, given=given):
+                        names = ", ".join(map(str, changed))
+                    family.itself = (
+                        f"at each call it changes {names}, and what it does depends on that"
+                    )
         return out
 
     def _run(

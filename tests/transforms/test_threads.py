@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 import time
@@ -175,3 +176,46 @@ def test_second_compilations_that_fail(
         assert waiting.wait(60)
     (message,) = caplog.messages
     assert not lost and "with all optimizations" in message and "refused for a test" in caplog.text
+
+
+def test_what_jitted_functions_change_is_changed_once_by_each_call() -> None:
+    """While one is traced, another one's changes are not taken for its own, nor taken back."""
+    log, counts, last = list[int](), collections.Counter[int](), dict[int, torch.Tensor]()
+
+    def made(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(30):
+                x = x.sin() * n
+            log.append(n)
+            counts[n] += 1
+            time.sleep(0.01)  # another thread goes on while this one traces
+            last[n] = x.sum()
+            return x.cos()
+
+        return jit(fn)
+
+    fns = [made(n) for n in range(THREADS)]
+
+    def work(n: int) -> None:
+        for _ in range(ROUNDS):
+            fns[n](torch.ones(3))
+
+    together(work)
+    assert collections.Counter(log) == counts == dict.fromkeys(range(THREADS), ROUNDS)
+    assert {type(t) for t in last.values()} == {torch.Tensor} and len(last) == THREADS
+
+
+def test_threads_count_the_calls_of_one_jitted_function() -> None:
+    counts = {"calls": 0}
+
+    @jit
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        counts["calls"] += 1
+        return x * counts["calls"]
+
+    def work(_: int) -> None:
+        for _ in range(20 * ROUNDS):
+            fn(torch.ones(3))
+
+    together(work)
+    assert counts == {"calls": THREADS * 20 * ROUNDS}

@@ -9,7 +9,7 @@ is copied, and memory is as in a program without loops.
 
 from __future__ import annotations
 
-import copy
+import collections
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from bridge import private_jax
+from bridge import private, private_jax
 from bridge.trace.stacks import stack_p, unstack_p
 from bridge.xla.products import equations
 
@@ -58,15 +58,20 @@ class BlockCalls:
         out: the tree of its results.
         compiled: makes of a function of arrays one that is compiled when it is called first,
             ``tiers.Once``.
+        later: does work in a thread.
 
     Attributes:
         functions, pieces: what the program is cut into, as functions of arrays, and compiled.
     """
 
     def __init__(
-        self, closed: ClosedJaxpr, out: Any, compiled: Callable[[Callable[..., Any]], Any]
+        self,
+        closed: ClosedJaxpr,
+        out: Any,
+        compiled: Callable[[Callable[..., Any]], Any],
+        later: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.out = out
+        self.out, self._later = out, later
         self.numbers: dict[Any, int] = {}
         self.constants: list[tuple[int, Any]] = [
             (self._number(v), c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
@@ -83,6 +88,8 @@ class BlockCalls:
                 (which, [self._number(v) for v in operands], [self._number(v) for v in results])
             )
         self.calls: list[Any] = []  # what the pieces call, after the first call
+        #: by their numbers, the pieces that are compiled well, until a call takes them into use
+        self.better: dict[int, Any] = {}
         self.results = [self._number(v) for v in outs]
         self.done = self._last_uses()
 
@@ -118,22 +125,30 @@ class BlockCalls:
         """How often a piece is called, on average."""
         return len(self.steps) / len(self.pieces)
 
-    def of(self, pieces: Sequence[Any]) -> BlockCalls:
-        """The same program as calls of these pieces, which are compiled in another way."""
-        found = copy.copy(self)
-        found.pieces, found.calls = [*pieces], []
-        return found
-
     def in_one(self, *args: Any) -> Any:
         """The same as one function, with the blocks one after the other."""
         return self._run(self.functions, args)
 
     def __call__(self, *args: Any) -> Any:
-        found = self._run(self.calls or self.pieces, args)
-        self.calls = self.calls or [
-            private_jax.without_wrapper(piece.executable) for piece in self.pieces
-        ]
-        return found
+        if not self.calls:
+            found = self._run(self.pieces, args)
+            self._use(self.pieces)
+            self._later(self._improve)
+            return found
+        if self.better and not private.bits_are_compared():
+            self._use([self.better.pop(k, piece) for k, piece in enumerate(self.pieces)])
+        return self._run(self.calls, args)
+
+    def _use(self, pieces: list[Any]) -> None:
+        self.pieces = pieces
+        self.calls = [private_jax.without_wrapper(piece.executable) for piece in pieces]
+
+    def _improve(self) -> None:
+        """Compile the pieces well: first those that are called most often."""
+        often = collections.Counter(which for which, *_ in self.steps)
+        for which, _ in often.most_common():
+            if self.pieces[which].fast:
+                self.better[which] = self.pieces[which].well()
 
     def _run(self, calls: Sequence[Callable[..., Any]], args: tuple[Any, ...]) -> Any:
         values: list[Any] = [None] * len(self.numbers)

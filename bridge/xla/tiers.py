@@ -167,19 +167,21 @@ class Once:
                 self.executable, self.storable = kept.executable, kept.storable
                 # what was found has taken another function, or process, longer
                 self.took = max(time.perf_counter() - start, kept.seconds)
-                if isinstance(self.executable, BlockCalls):
-                    self.took *= _price(self.executable)
+                if isinstance(self.executable, BlockCalls):  # then XLA compiles each block
+                    self.took *= self.executable.repeated
                 process.compiler.later(self._stores(), idle=True)
             return self.executable
 
     def _by_blocks(self, traced: jax.stages.Traced, args: tuple[Any, ...]) -> BlockCalls:
-        """A program with loops over blocks, compiled piece by piece; first its pieces are compiled
-        well, and in the end it is one program, with its blocks one after the other.
+        """A program with loops over blocks, compiled piece by piece; in the end it is one program,
+        with its blocks one after the other.
         """
         made = functools.partial(
             Once, device=self._device, fast=self.fast, stored=self.stored, part=True
         )
-        calls = BlockCalls(traced.jaxpr, jax.tree.structure(traced.out_info), made)
+        calls = BlockCalls(
+            traced.jaxpr, jax.tree.structure(traced.out_info), made, process.compiler.later
+        )
         avals = jax.tree.unflatten(jax.tree.structure(args), traced.jaxpr.in_avals)
         self._again = lambda: (jax.jit(calls.in_one).lower(*avals), None)
         return calls
@@ -235,19 +237,9 @@ class Once:
             found.name = self.name
             with jax.enable_x64(True), compiling.correctly(), self._placed():
                 kept = executables.found(self.name, False, self.stored)
-                if (
-                    kept is None
-                    and isinstance(self.executable, BlockCalls)
-                    and _quick(self.executable)
-                ):
-                    pieces = [piece.well() for piece in self.executable.pieces]
-                    kept = executables.Kept(self.executable.of(pieces), False, 0.0)
-                    found.fast, found._again = True, self._again
                 found.executable, found.storable, found.took = kept or found._compile(
                     *self._again()
                 )
-            if found.fast:
-                found.took = self.took * _price(found.executable) / _price(self.executable)
             process.compiler.idle.append(found._stores())  # this is its thread
         return found
 
@@ -336,18 +328,6 @@ def _lowering(
         return jax.tree.unflatten(out, jaxpr_as_fun(jaxpr)(*jax.tree.leaves(given)))
 
     return lambda: (jax.jit(run).lower(*avals), jaxpr.jaxpr if part else None)
-
-
-def _quick(calls: BlockCalls) -> bool:
-    """Whether a piece is compiled fast."""
-    return any(piece.fast for piece in calls.pieces)
-
-
-def _price(calls: BlockCalls) -> float:
-    """What to compile it better costs, by its own compilation: first each piece is compiled well,
-    and a call gains that as often as it calls one; then XLA compiles each block.
-    """
-    return 1 / calls.repeated if _quick(calls) else calls.repeated
 
 
 def _longest_sum(jaxpr: Jaxpr) -> int:

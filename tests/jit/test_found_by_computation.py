@@ -25,6 +25,7 @@ import torchfunc_jax
 from bridge import block_programs
 from bridge.process import Recent, process
 from bridge.xla import disk, executables, tiers
+from bridge.xla.block_calls import BlockCalls
 from torchfunc_jax import functional_call, grad, jit, vmap
 
 X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).reshape(4, 6)
@@ -296,6 +297,13 @@ def test_equal_blocks_are_compiled_well_piece_by_piece_and_then_as_one_program(
     monkeypatch.setattr(
         process.compiler, "later", lambda work, idle=False: None if idle else work()
     )
+    used: list[list[bool]] = []
+    use = BlockCalls._use
+    monkeypatch.setattr(
+        BlockCalls,
+        "_use",
+        lambda self, pieces: (used.append([p.fast for p in pieces]), use(self, pieces))[1],
+    )
     levels: list[int] = []
     fast = tiers._fast
     monkeypatch.setattr(
@@ -320,8 +328,9 @@ def test_equal_blocks_are_compiled_well_piece_by_piece_and_then_as_one_program(
         torch.testing.assert_close(f(params, X, y), want)
         counts.append((levels.count(False), levels.count(True), compilations.count("well")))
     pieces = counts[0][0]
-    assert counts[0] == (pieces, 0, 0) and 3 <= pieces <= 6
-    assert counts[1] == (pieces, pieces, 0) and counts[2:] == [(pieces, pieces, 1)] * 3
+    assert counts[0] == (pieces, pieces, 0) and 3 <= pieces <= 6
+    assert counts[1:] == [(pieces, pieces, 1)] * 4
+    assert used == [[True] * pieces, [False] * pieces]
 
 
 @pytest.mark.parametrize("rows, operations, level", [(4, 20, 0), (128, 20, 1), (128, 400, 0)])

@@ -231,7 +231,7 @@ USES: dict[str, Callable[[Any, torch.Tensor, list[Any]], Any]] = {
 }
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", USES)

@@ -760,6 +760,7 @@ KEPT: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("jitted", [False, True], ids=["unjitted", "jitted"])
 @pytest.mark.parametrize("way", KEPT)
 def test_tensors_that_forward_keeps_are_those_of_torch_func(way: str, jitted: bool) -> None:

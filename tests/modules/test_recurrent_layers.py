@@ -97,6 +97,7 @@ def _of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: _loss(layer, x)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -863,7 +863,7 @@ STEPPED = {"an argument in place": _argument_in_place} | {
 }
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(16)
 @pytest.mark.parametrize("transform", ["grad", "jvp", "functionalize", "vjp", "grad of grad"])
 @pytest.mark.parametrize("name", STEPPED)
 def test_values_asked_for_again_and_again(
@@ -1832,6 +1832,7 @@ def test_a_new_shape_compiles_one_program(name: str) -> None:
     assert sum("Finished XLA compilation" in line for line in compiled) == 1, compiled
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 @pytest.mark.parametrize(
     "options",

@@ -177,7 +177,7 @@ def _run(F: Any, call: str, name: str, how: str, p: torch.Tensor) -> Any:
     return found
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", KEEPS)

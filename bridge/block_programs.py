@@ -29,10 +29,11 @@ from bridge.boundary.results import Output, Result, inexact, replaced, split_arr
 from bridge.cache_keys import identical
 from bridge.convert import trees
 from bridge.intercepted.checkpointing import Policy, policy_of
+from bridge.intercepted.gradient_hooks import without_changes
 from bridge.process import having
 from bridge.programs.closure_scan import HOOKS
 from bridge.programs.holders import REBUILT
-from bridge.trace.levels import Level, push, state
+from bridge.trace.levels import push, state
 from bridge.trace.random_keys import key_of_lane, source
 from bridge.trace.stacks import stacked, unstacked
 from bridge.trace.torch_random import Draw
@@ -277,19 +278,6 @@ def _watched(block: Parts, attributes: set[tuple[str, str]]) -> Iterator[set[tup
     finally:
         for m, kind in before:
             m.__class__ = kind
-
-
-@contextlib.contextmanager
-def _without_effects(root: Level) -> Iterator[None]:
-    """While entered, nothing that the jitted function reaches may be changed, as a counter or a
-    list of results.
-    """
-    before = [(holder, owner, holder.read(owner)) for holder, owner in root.owners]
-    yield
-    for holder, owner, old in before:
-        for _, key, value in holder.differences(old, holder.read(owner)):
-            if holder.counts(key) or type(value) is Traced:
-                raise Differ(f"a block changes {holder.named(key)}")
 
 
 class _Draws:
@@ -561,11 +549,13 @@ class Loop:
         after: list[int] = []
         if self.draws is not None:
             self.draws.at = 0
-        with (
-            _watched(part, attributes) as read,
-            contextlib.nullcontext() if self.asked else _without_effects(parent.root),
-        ):
+        quiet: contextlib.AbstractContextManager[Sequence[str]] = (
+            contextlib.nullcontext(()) if self.asked else without_changes()
+        )
+        with _watched(part, attributes) as read, quiet as changes:
             closed = jax.make_jaxpr(body)(np.int32(0), given, own)
+        if changes:
+            raise Differ(f"a block changes {changes[0]}")
         if not self.asked and (closed.effects or not all(map(is_constant, results[0].meta[1]))):
             raise Differ("a block has effects, or returns an object")
         if not self.asked and _operations(closed.jaxpr) < _FEWEST_OPERATIONS:

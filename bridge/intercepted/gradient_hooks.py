@@ -22,7 +22,7 @@ from bridge.errors import CalledItself, at_line
 from bridge.intercepted.captured_by_rules import Closed
 from bridge.private_calls import intercepted
 from bridge.process import having
-from bridge.programs.holders import Difference, undone
+from bridge.programs.holders import undone
 from bridge.trace.levels import Level, innermost, push, refuse_in_loop, state
 from bridge.trace.tracing import HANDED_IN, Traced, traced_python, value_of, wrap
 from bridge.transform_kinds import BLOCK, DIFFERENTIATING, PLAIN, REVERSE
@@ -130,16 +130,16 @@ class _TensorHook:
 
 
 @contextlib.contextmanager
-def without_changes() -> Iterator[list[Difference]]:
-    """While entered, a hook or a backward may change the objects that a jitted function reaches; at
-    the end the changes are undone, and in the list.
+def without_changes() -> Iterator[list[str]]:
+    """While entered, a hook, a backward or a block may change the objects that a jitted function
+    reaches; at the end the changes are undone, and the list says what they are.
     """
     before = [(holder, owner, holder.read(owner)) for holder, owner in state.level.root.owners]
-    changes: list[Difference] = []
+    changes: list[str] = []
     try:
         yield changes
     finally:
-        changes += [difference for each in before for difference in undone(*each)]
+        changes += [each[0].named(key) for each in before for _, key, _ in undone(*each)]
 
 
 @contextlib.contextmanager

@@ -398,8 +398,9 @@ class Compiled:
         if executables == self._executables():  # nothing was compiled in this time
             for tiers in found:
                 tiers.ran(seconds)
-        self.changes = any(tiers.changes for tiers in found)
-        if not self.forward.changes:
+        changing = [tiers for tiers in found if tiers.changes]
+        self.changes = bool(changing)
+        if self.forward not in changing:
             self.run = private_jax.without_wrapper(self.forward.now[0].executable)
         return out
 

@@ -623,7 +623,8 @@ def called(eqn: Any) -> tuple[str, Any]:
         return name, inner
     if inner is None or len(inner.in_avals) != len(whole.in_avals_flat):
         args = whole.in_tree.unflatten
-        inner = jax.make_jaxpr(lambda *xs: whole.expand(*args(xs)))(*whole.in_avals_flat)
+        with jax.enable_x64(True):  # as when it was bound
+            inner = jax.make_jaxpr(lambda *xs: whole.expand(*args(xs)))(*whole.in_avals_flat)
     return name, inner
 
 

@@ -92,9 +92,10 @@ def _compare(run, expected, *args, **options):
 def _refused_as_by_torch(call):
     """call(torch.func) raises, and un-jitted call(torchfunc_jax) raises the same."""
     torch._dynamo.reset()
-    with pytest.raises(RuntimeError) as expected:
+    refused = (RuntimeError, AssertionError)  # the latter by PyTorch 2.15, of captured tensors
+    with pytest.raises(refused) as expected:
         call(torch.func)
-    with pytest.raises(RuntimeError) as found:
+    with pytest.raises(refused) as found:
         call(torchfunc_jax)
     assert found.type is expected.type and str(found.value)[:60] == str(expected.value)[:60]
     assert "flex_attention" in found.value.__notes__[0] and "jit" in found.value.__notes__[0]

@@ -135,6 +135,10 @@ _OF_OPTIMIZERS = (
 )
 
 
+#: JAX's note that it has shortened a traceback
+_OF_TRACEBACKS = "JAX has removed its internal frames"
+
+
 def advice(error: BaseException) -> list[str]:
     """What there is to do about an error in the words of PyTorch or JAX that do not say it."""
     return [advised for words, advised in _ADVICE.items() if words in str(error)]
@@ -153,9 +157,9 @@ def for_user(error: BaseException) -> None:
     others do not, and tracebacks are short.
 
     The frames of this library, and of what it has called, go from the tracebacks of the error and
-    of its causes. What is left are those of the user's code and of what that calls: the last line
-    is the user's. A bare ``raise`` after this adds no frame. With TORCHFUNC_JAX_TRACEBACK=full in
-    the environment all frames stay.
+    of its causes, and so does JAX's note of the frames that it took. What is left are those of the
+    user's code and of what that calls: the last line is the user's. A bare ``raise`` after this
+    adds no frame. With TORCHFUNC_JAX_TRACEBACK=full in the environment all frames stay.
     """
     if isinstance(error, DataDependentError):
         if _in_optimizer(error) and _OF_OPTIMIZERS not in getattr(error, "__notes__", ()):
@@ -174,6 +178,8 @@ def for_user(error: BaseException) -> None:
     following: BaseException | None = error
     while following is not None and id(following) not in met:
         met.add(id(following))
+        if notes := getattr(following, "__notes__", None):
+            notes[:] = [note for note in notes if _OF_TRACEBACKS not in note]
         following.__traceback__ = _without_ours(following.__traceback__)
         following = following.__cause__ or (
             None if following.__suppress_context__ else following.__context__

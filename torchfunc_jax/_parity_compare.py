@@ -180,7 +180,7 @@ def shown_error(error: BaseException) -> str:
     """``ValueError: text (at model.py:12: y = f(x))``: the class, the first line of the message,
     and the user's line.
     """
-    text = str(error).strip().partition("\n")[0][:400]
+    text = str(error).strip().partition("\n")[0][:800]
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_users(frame.f_code.co_filename):
@@ -218,11 +218,14 @@ def _raised(
     if not isinstance(ours, type(theirs)):
         return differ(f"{did[0]}, {did[1]}")
     if options.raises is None:
-        return differ(
-            f"both sides raised, so nothing was compared\n  {did[0]}\n  {did[1]}\n  If {name} "
-            f"should raise here, say so: raises={type(theirs).__name__} (--raises "
+        said = [*did, *getattr(ours, "__notes__", ())]
+        if isinstance(theirs, TypeError) and "positional argument" in shown[0]:
+            said.append("Give an argument for each: parity(f, a, b), or --shape for each of them.")
+        said.append(
+            f"If {name} should raise here, say so: raises={type(theirs).__name__} (--raises "
             f"{type(theirs).__name__} on the command line)."
         )
+        return differ("\n  ".join(["both sides raised, so nothing was compared", *said]))
     return Found(None, None, f"both raise {type(theirs).__name__}")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import bridge
+from bridge import private
 from bridge.convert import trees
 from bridge.programs import closure_scan
 from torchfunc_jax._parity_compare import Outcome
@@ -187,6 +188,10 @@ def _captured(fn: Any) -> dict[str, torch.Tensor]:
     """The tensors that a function captures, by a name for the report."""
     found: dict[str, torch.Tensor] = {}
     for t, place in closure_scan.scan(fn).tensors.values():
+        if private.without_memory(
+            t
+        ):  # the function keeps a tensor of a transform of an earlier call
+            continue
         key = place.key if isinstance(place.key, str) else f"of shape {tuple(t.shape)}"
         name = f"captured tensor {key}"
         found[name if name not in found else f"{name} ({len(found)})"] = t

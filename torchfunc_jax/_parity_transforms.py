@@ -32,6 +32,7 @@ def named(transform: Transform) -> tuple[str, Make]:
     except (SyntaxError, ValueError) as error:
         raise ValueError(
             f"transforms: {transform!r} is no nesting of torch.func's transforms: {error}"
+            + ("; parity itself compares with jit and without" if "jit" in transform else "")
         ) from None
 
 

@@ -275,10 +275,11 @@ def _check_inputs(
         raise refused(
             f"in_dims is not compatible with the structure of `inputs`. in_dims has "
             f"structure {trees.flatten(in_dims)[1]} but inputs has structure {positional}. Give "
-            "one of int, None or a tree of them for each input."
+            f"one of int, None or a tree of them for each input.{_counts(in_dims, args)}"
         )
     leaves, dims, spec = _with_containers(leaves, [*dims, *[None] * named.count], spec)
-    sizes = []
+    sizes: list[int] = []
+    mapped: list[int] = []
     for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
@@ -307,12 +308,13 @@ def _check_inputs(
                 (
                     f"Got in_dim={dim} for some input, but that input is a Tensor of "
                     f"dimensionality {x.ndim} so expected in_dim to satisfy -{x.ndim} <= in_dim < "
-                    f"{x.ndim}."
+                    f"{x.ndim}. It is in {_argument(spec, i)}."
                 )
                 + ("" if x.ndim else " It has no dimension to map over: use None for it.")
             )
         dims[i] = dim % x.ndim
         sizes.append(x.shape[dim])
+        mapped.append(i)
     if not sizes:
         raise ValueError(
             f"vmap: Expected at least one Tensor to vmap over, but in_dims={in_dims} has None for "
@@ -322,9 +324,29 @@ def _check_inputs(
         raise ValueError(
             "vmap: Expected all tensors to have the same size in the mapped dimension, got sizes "
             f"{sizes} for the mapped dimension; use None in in_dims for an input that is the same "
-            "for all lanes"
+            f"for all lanes ({_by_argument(spec, mapped, sizes)})"
         )
     return leaves, dims, spec, sizes[0]
+
+
+def _by_argument(spec: Any, mapped: list[int], sizes: list[int]) -> str:
+    """``argument 0: 64, 3; argument 1: 16``: the sizes that each argument has."""
+    found: dict[str, dict[int, None]] = {}
+    for leaf, size in zip(mapped, sizes, strict=True):
+        found.setdefault(_argument(spec, leaf), {})[size] = None
+    return "; ".join(f"{name}: {', '.join(map(str, own))}" for name, own in found.items())
+
+
+def _argument(spec: Any, leaf: int) -> str:
+    """``argument 1``: the one that has this leaf of the tree of (args, kwargs)."""
+    return f"argument {trees.paths(spec)[leaf][1]!r}"
+
+
+def _counts(in_dims: Any, args: tuple[Any, ...]) -> str:
+    """What is wrong, if in_dims has not one entry for each argument."""
+    if not isinstance(in_dims, tuple) or len(in_dims) == len(args):
+        return ""
+    return f" The number of entries in in_dims is {len(in_dims)}, that of inputs {len(args)}."
 
 
 def _with_containers(

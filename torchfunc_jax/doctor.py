@@ -240,10 +240,11 @@ KNOWN: tuple[tuple[Callable[[Report], bool], Known], ...] = (
         Known(
             "jaxlib 0.10.2 and 0.11.0 on x86 CPUs",
             "worked around",
-            "What XLA hands to the library YNNPACK has wrong numbers in long batches or ends the "
-            "process. torchfunc-jax hands it products of matrices alone, which are right. Your own "
-            "jax.jit hands it nothing with XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= in "
-            "the environment. jaxlib 0.11.1 and later are right (Python 3.12 and later).",
+            "XLA computes a part of a program with the library YNNPACK, and then gives wrong "
+            "numbers in long batches or ends the process. torchfunc-jax uses that library for "
+            "products of matrices only, which are right. For your own jax.jit, "
+            "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= in the environment switches it off. "
+            "jaxlib 0.11.1 and later are right (Python 3.12 and later).",
         ),
     ),
     (

@@ -156,7 +156,9 @@ def _unlike(module: Any, given: Any) -> str | None:
         return f"functional_call: module: expected an nn.Module, got {kind}"
     dicts = given if isinstance(given, list | tuple) else [given]
     if not all(isinstance(d, dict) for d in dicts):
-        got = ", ".join(type(d).__name__ for d in dicts[:3])
+        got = ", ".join(
+            "Tensor" if isinstance(d, torch.Tensor) else type(d).__name__ for d in dicts[:3]
+        )
         return (
             "functional_call: parameter_and_buffer_dicts: expected a dict, such as "
             f"dict(module.named_parameters()), got {got}"

@@ -284,6 +284,12 @@ def failed(checks: Sequence[Check]) -> str | None:
 
 
 _TORCH_TWICE = "PyTorch ran on both sides, because the function calls no transform"
+_CHANGES = (
+    "Two calls under torch.func from one seed differ, and draw no random number of torch's: the "
+    "function changes a Python object that outlives the call, such as a global, a list or an "
+    "attribute, or it draws from another generator. Set the object back at the start of the "
+    "function, or pass it as an argument."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -379,6 +385,9 @@ class _Comparison:
             side.restore()
         elif random and found.difference is None and found.agreed == "same values":
             found.agreed = "random, same numbers"
+        if found.difference is not None and random and not self.theirs[0].drew:
+            text = f"{found.difference.text}\n  {_CHANGES}"
+            found.difference = dataclasses.replace(found.difference, text=text)
         text = None if found.difference is None else str(found.difference)
         if text is None and not any(o.in_ours or o.error for o in ours):
             return Check(

@@ -239,13 +239,14 @@ def _truth(func: Callable[..., Any], input: torch.Tensor) -> Any:
 
 
 def _number(func: Callable[..., Any], input: torch.Tensor) -> Any:
-    """float(x), int(x): torch.tensor([x]) asks for it where PyTorch's C++ calls no dispatch mode,
-    and item() would read memory.
+    """bool(x), float(x), int(x): torch.tensor([x]) asks for it where PyTorch's C++ calls no
+    dispatch mode, and item() would read memory.
     """
     if type(input) is not Traced or input.numel() != 1:
         return func(input)
     with private.below_python(), jax.ensure_compile_time_eval():
-        return func(tensors.to_torch(jnp.array(concrete(input, "item()")), input.device))
+        asked = "bool()" if func is torch.Tensor.__bool__ else "item()"
+        return func(tensors.to_torch(jnp.array(concrete(input, asked)), input.device))
 
 
 def _new_tensor(

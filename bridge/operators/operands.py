@@ -108,7 +108,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             found = _explain(func, args, kwargs, error)
             if innermost(MAPPING) is not None:
                 found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
-            raise found from error
+            raise found from None  # what JAX said of its own primitives is not the user's
         if no_grad:
             out = (
                 constant(out)

@@ -544,8 +544,8 @@ def concrete(t: torch.Tensor, what: str) -> np.ndarray:
         return np.asarray(
             jax.lax.stop_gradient(value) if isinstance(value, jax.core.Tracer) else value
         )
-    except jax.errors.JAXTypeError as error:
-        raise unknown_value(what) from error
+    except jax.errors.JAXTypeError:
+        raise unknown_value(what) from None
 
 
 def item_later(t: torch.Tensor) -> Any:
@@ -694,10 +694,11 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
     elif where == "vmap":
         said = (
             "vmap: It looks like you're attempting to use a Tensor in some data-dependent control "
-            "flow. We don't support that yet, please shout over at "
-            "https://github.com/pytorch/functorch/issues/257 . "
+            "flow. We don't support that yet. "
         )
     needs, instead = "needs a tensor's values", "compute with torch.where or torch.cond instead"
+    if what == "bool()":
+        needs += " (`if`, `while`, `and`, `or` and `not` ask for it)"
     if "item" in what:
         instead += ", take x[i:i + n] as x.narrow(0, i, n)"
         # what float(), int(), print() and comparisons of numbers ask

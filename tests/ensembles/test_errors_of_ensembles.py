@@ -56,6 +56,11 @@ def on_mesh(n: int, mesh: Any) -> Trainer:
 #: PyTorch's
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str | None]] = {
     "a member that is no module": (lambda: Ensemble(lambda: 1, n=2), TypeError, "<lambda>"),  # type: ignore[arg-type,return-value]
+    "a module in the place of a function": (
+        lambda: Ensemble(nn.Linear(3, 2), n=2),
+        TypeError,
+        "<lambda>",
+    ),
     "no members": (lambda: Ensemble(lambda: nn.Linear(3, 2), n=0), ValueError, "<lambda>"),
     "a member that is not there": (lambda: members()[5], IndexError, "<lambda>"),
     "members of two architectures": (

@@ -75,6 +75,16 @@ def test_members_in_chunks_and_inputs_as_arguments(ens: Ensemble, chunk: int) ->
         )
 
 
+def test_predictions_are_shown_by_their_shapes_and_take_numpy_arrays() -> None:
+    members = Ensemble(lambda: torch.nn.Linear(2, 3), n=4)
+    inputs = np.ones((5, 2), np.float32)
+    found = predict(members, inputs, keep=False)
+    assert repr(members) == "Ensemble(4 of Linear, 9 parameters each)"
+    assert repr(found).startswith("Classification(mean_logits=[5, 3], probability=[5, 3], ")
+    assert repr(found).endswith("disagreement=[5], logits=None)")
+    assert torch.equal(found.mean_logits, predict(members, torch.from_numpy(inputs)).mean_logits)
+
+
 def test_every_number_row_by_row() -> None:
     logits = 2 * torch.randn(6, 9, 4, generator=torch.Generator().manual_seed(1)).double()
     found = Classification.of(logits)
@@ -235,9 +245,13 @@ WRONG: list[tuple[Callable[[Ensemble], Any], type[Exception], str]] = [
     (
         lambda e: predict(e, INPUTS[:0]),
         ValueError,
-        r"inputs: expected tensors \[N, ...\] .* at least one",
+        r"inputs: expected tensors .* N of at least 1, got .*\[0, 4\]",
     ),
-    (lambda e: predict(e, (INPUTS, INPUTS[:3])), ValueError, "of as many rows each"),
+    (
+        lambda e: predict(e, (INPUTS, INPUTS[:3])),
+        ValueError,
+        r"one row for each sample.*\[11, 4\].*\[3, 4\]",
+    ),
     (
         lambda e: predict(e, INPUTS, task="regression", temperature=2.0),
         ValueError,

@@ -336,9 +336,16 @@ NOTHING: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
         (
             r"loss under functionalize, eager: both sides raised, so nothing was compared\n  "
             r"torch.func raised TypeError: loss\(\) missing 1 required.*'w'\n  torchfunc_jax "
-            r"raised TypeError: loss\(\) missing.*\n  If loss \(.*test_parity.py:\d+\) should "
+            r"raised TypeError: loss\(\) missing.*\n  Give an argument for each: "
+            r"parity\(f, a, b\).*\n  If loss \(.*test_parity.py:\d+\) should "
             r"raise here, say so: raises=TypeError"
         ),
+    ),
+    "both raise: notes that say what to do": (
+        torch.func.vmap(lambda x: x if x.sum() > 0 else -x),
+        (X,),
+        {},
+        r"choose by torch.where\(condition, a, b\), or use torch.cond.\n  If ",
     ),
     "both raise: the user's line": (
         lambda x: x.reshape(5),
@@ -744,6 +751,21 @@ def test_randomness_that_is_not_torchs_is_recognized() -> None:
     assert_parity(
         lambda x, g: x + torch.rand(3, 4, generator=g), ONES, generator, **EAGER, draws=200
     )
+
+
+def test_a_function_that_counts_its_calls_is_not_called_random_alone() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.sum())
+        return x.sin() + len(kept)
+
+    for transform in ("functionalize", "vmap", "jvp"):
+        with pytest.raises(ParityError, match="changes a Python object that outlives the call"):
+            assert_parity(keeps, X, transforms=[transform], jit=False, draws=100)
+    with pytest.raises(ParityError) as found:
+        assert_parity(lambda x: torch.rand(4) + (2 if on_jax(x) else 0), X, **EAGER, draws=100)
+    assert "outlives the call" not in str(found.value)
 
 
 def test_a_seed_repeats_the_numbers() -> None:

@@ -5,6 +5,7 @@ jax.Arrays on one or many devices.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ class Ensemble:
         ValueError: n is not a positive multiple of the axis "member"; another axis; members that
             differ in architecture, with the name of the parameter or layer, the member, and both
             shapes; something shared that requires grad, or that differs between members.
-        TypeError: ``make_member`` returns no module, or one without values.
+        TypeError: ``make_member`` is no function, or returns no module, or one without values.
 
     Source: ``torch.func.stack_module_state``; https://docs.jax.dev/en/latest/201/sharding.html
 
@@ -99,11 +100,21 @@ class Ensemble:
         *,
         shared: bool | Iterable[str] = False,
     ) -> None:
+        if isinstance(make_member, nn.Module) or not callable(make_member):
+            raise TypeError(
+                "make_member: expected a function that returns a module, such as lambda: "
+                f"Net(), got {type(make_member).__name__}; Ensemble.of([...]) takes modules"
+            )
+
         def make(i: int) -> nn.Module:
             with _seeded(seed, i):
                 return make_member()
 
         self._build(make, operator.index(n), mesh, shared, make_member)
+
+    def __repr__(self) -> str:
+        each = sum(math.prod(x.shape[1:]) for x in self.params.values())
+        return f"Ensemble({len(self)} of {type(self.template).__name__}, {each:,} parameters each)"
 
     @classmethod
     def of(

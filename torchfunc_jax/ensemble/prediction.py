@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -22,9 +23,20 @@ __all__ = ["Classification", "Regression", "predict"]
 Outputs: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+class _Shown:
+    """Dataclasses whose repr has the shape of each tensor in the place of its numbers."""
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{name}={list(x.shape) if isinstance(x, torch.Tensor) else x}"
+            for name, x in vars(self).items()
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @public_methods
-@dataclasses.dataclass(frozen=True)
-class Classification:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Classification(_Shown):
     """The predictions of an ensemble of classifiers. They are computed in float64, and have the
     logits' dtype (float32 of a 16-bit one).
 
@@ -133,8 +145,8 @@ class Classification:
 
 
 @public_methods
-@dataclasses.dataclass(frozen=True)
-class Regression:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Regression(_Shown):
     """The predictions of an ensemble of regressors: the mixture of its members' Gaussians, or of
     points if they give no variance.
 
@@ -291,11 +303,15 @@ def predict(
         raise ValueError("temperature: it divides logits, and a regression has none")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+    inputs = pytree.tree_map(
+        lambda x: torch.as_tensor(x) if isinstance(x, np.ndarray) else x, inputs
+    )
     tensors = pytree.tree_leaves(inputs)
     sizes = {len(x) if isinstance(x, torch.Tensor) and x.ndim else 0 for x in tensors}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            "inputs: expected tensors [N, ...] of as many rows each, at least one, got "
+            "inputs: expected tensors with one row for each sample, [N, ...], and N of at least 1, "
+            "got "
             f"{', '.join(map(described, tensors))}"
         )
     size = sizes.pop()

@@ -128,8 +128,8 @@ def table(results: dict[str, Any]) -> str:
         )
     matrix = f"{HEADS * lengths[-1] ** 2 * 4 / 2**20:,.0f}"
     said = (
-        f"The scores of {lengths[-1]:,} queries and keys are {matrix} MB. Every number is in "
-        f"`{results['file']}`."
+        f"The scores of {lengths[-1]:,} queries and keys are {matrix} MB for all four heads. "
+        f"Every number is in `{results['file']}`."
     )
     return "\n".join([*lines, "", f"{describe(results['machine'])}. {said}"])
 

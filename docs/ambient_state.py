@@ -56,15 +56,24 @@ def page() -> str:
             ),
             "",
             *_wrapped(
-                "A state is set *inside the function* (and reset there), *around the call* of a "
-                "function that was transformed before, or *between two calls*: without it, with "
-                "it, without it, with it. The function calls a layer, whose weight it either "
-                "*captures* or gets *passed*. `functionalize` stands for code that is not "
-                "compiled; it and `jit` are compared with the plain function, and `jit(grad)` with "
-                "`torch.func.grad`. The comparison covers values, dtypes, devices, "
-                "`requires_grad`, the gradients that `torch.autograd.grad` finds through the "
-                "results, a module's buffers, classes of errors, and the ambient state after each "
-                "call."
+                "A state is set *inside the function* (and reset there), *around the call* of "
+                "a function that was transformed before, or *between two calls*: the function "
+                "is called four times, without the state, with it, without it, with it. The "
+                "function calls a layer; it either *captures* the layer's weight, or gets it "
+                "as an argument (*passed*). `functionalize` stands for a call without `jit`. "
+                'In the columns `functionalize` and `jit`, "torch.func" means the plain '
+                "function in PyTorch; `jit(grad)` is compared with `torch.func.grad`. The "
+                "comparison covers values, dtypes, devices, `requires_grad`, the gradients "
+                "that `torch.autograd.grad` finds through the results, a module's buffers, "
+                "classes of errors, and the ambient state after each call."
+            ),
+            "",
+            *_wrapped(
+                "In the names of states, *asked for* means that the function reads the state "
+                "(`is_grad_enabled()`), and *left so* that it sets the state and does not "
+                "reset it. *A factory* makes tensors without `device=`, *a factory alone* "
+                "does nothing else, and *devices given* takes the devices from arguments and "
+                "other tensors."
             ),
             "",
             "| cell | meaning |",

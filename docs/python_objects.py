@@ -5,7 +5,7 @@ transforms, beside PyTorch and torch.func.
     python docs/python_objects.py "a deque"     this kind, printed
     python docs/python_objects.py --json        as JSON
 
-Each cell is a function that changes an object, called five times with other tensors. What it
+Each cell is a function that changes an object, called eight times with other tensors. What it
 returns, and what the object holds after each call, must be what the same function leaves without
 jit in PyTorch, or in torch.func's transform. Ends with 1 if a cell differs.
 """
@@ -33,12 +33,13 @@ from torchfunc_jax import explain, jit  # noqa: E402
 from torchfunc_jax._machine import machine  # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
+CALLS = 8  # jit calls the function itself after six programs that served one call each
 TEXT = """# What jit does to Python objects
 
 A function may keep a state in a dict, append to a list, or count its calls. Under `jit` its Python
 runs only when a program is made, but its changes of Python objects happen at every call.
 [jit.md](jit.md#what-a-function-does-to-python-objects) says how. `python docs/python_objects.py`
-writes this page: it calls each of {cells} small functions five times with different tensors, and
+writes this page: it calls each of {cells} small functions eight times with different tensors, and
 compares their results, and the contents of the objects after each call, with PyTorch's, or with
 torch.func's. {verdict}
 
@@ -53,6 +54,16 @@ reaches the object in {ways} ways:
 - **refused**: jit raises an error, because such an argument is not hashable.
 - **as torch.func**: there is no jit; Python runs at each call.
 
+These are the changes:
+
+- **set**: the function stores a tensor at a name, key or index. **a state**: it computes a tensor
+  from the one that the last call stored.
+- **append**, **delete**: it adds a tensor to a list, or deletes an entry. **slide**: it does both.
+- **rebind**: it replaces a tuple and a list by new ones. **add**: it adds a string to a set.
+- **count**: it adds 1 to a number and uses it in arithmetic. **ask for a count**: it uses the
+  number in an `if`. **make, then count**: the first call makes the number. **count in the class**:
+  the number is an attribute of the class.
+
 | object: change | {columns} |
 | --- | {line} |
 {rows}
@@ -64,9 +75,9 @@ Measured with {machine}.
 def tried(kind: str, reached: str, action: str, way: str) -> str:
     """How one function is called, or "wrong"."""
     try:
-        theirs = outcome(torch.func, None, kind, reached, action, way)
+        theirs = outcome(torch.func, None, kind, reached, action, way, CALLS)
         with explain(io.StringIO()) as log:
-            mine = outcome(torchfunc_jax, jit, kind, reached, action, way)
+            mine = outcome(torchfunc_jax, jit, kind, reached, action, way, CALLS)
     except TypeError as error:
         return "refused" if "hashable" in str(error) else f"wrong: {error}"
     except Exception as error:
@@ -127,7 +138,11 @@ def main() -> int:
             f"| {kind}: {action} | {' | '.join(ways.values())} |"
             for (kind, action), ways in found.items()
         )
-        verdict = "All of them are right." if not wrong else f"{len(wrong)} of them are wrong."
+        verdict = (
+            f"{len(wrong)} of the results are wrong."
+            if wrong
+            else "All results are right, except where the call is refused."
+        )
         page = TEXT.format(
             cells=f"{count:,}",
             verdict=verdict,

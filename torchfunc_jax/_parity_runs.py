@@ -188,9 +188,8 @@ def _captured(fn: Any) -> dict[str, torch.Tensor]:
     """The tensors that a function captures, by a name for the report."""
     found: dict[str, torch.Tensor] = {}
     for t, place in closure_scan.scan(fn).tensors.values():
-        if private.without_memory(
-            t
-        ):  # the function keeps a tensor of a transform of an earlier call
+        # the function keeps a tensor that a transform made in an earlier call
+        if private.without_memory(t):
             continue
         key = place.key if isinstance(place.key, str) else f"of shape {tuple(t.shape)}"
         name = f"captured tensor {key}"

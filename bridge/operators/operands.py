@@ -7,6 +7,7 @@ that says how to register a lowering.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from bridge import devices, private, private_jax, private_meta
 from bridge.convert import tensors
 from bridge.convert.strides import contiguous, span, strides_of
-from bridge.errors import NoLoweringError, at_line, in_words_of_vmap
+from bridge.errors import NoLoweringError, at_line, in_words_of_vmap, is_users
 from bridge.lowering.registry import Operator
 from bridge.operators.dtype_refusals import Plan
 from bridge.process import having
@@ -108,7 +109,7 @@ def pure(func: torch._ops.OpOverload, row: Operator) -> Plan:
             found = _explain(func, args, kwargs, error)
             if innermost(MAPPING) is not None:
                 found = in_words_of_vmap(func._schema.name.removeprefix("aten::"), args, found)
-            raise found from None  # what JAX said of its own primitives is not the user's
+            raise found from found.__cause__
         if no_grad:
             out = (
                 constant(out)
@@ -336,8 +337,8 @@ def constant(value: jax.Array | None) -> jax.Array | None:
 def _explain(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> Exception:
-    """The error to raise instead of one that a lowering raised: torch's own error if torch refuses
-    the same call.
+    """The error to raise instead of one that a lowering raised: torch's own error, alone, if torch
+    refuses the same call. The lowering's error is the cause if its traceback shows a mistake there.
     """
     own = isinstance(error, RuntimeError | IndexError) and not isinstance(
         error, jax.errors.JaxRuntimeError
@@ -345,7 +346,11 @@ def _explain(
     if own or isinstance(error, jax.errors.UnexpectedTracerError):
         return error
     if isinstance(error, jax.errors.JAXTypeError):
-        return unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
+        unknown = unknown_value(str(func), torch.Tag.dynamic_output_shape in func.tags)
+        frames = traceback.walk_tb(error.__traceback__)
+        of_user = any(is_users(frame.f_code.co_filename) for frame, _ in frames)
+        unknown.__cause__ = error if of_user else None
+        return unknown
     try:
         on_meta(func, args, kwargs)
     except Exception as theirs:
@@ -356,11 +361,11 @@ def _explain(
             and "missing value for argument" not in str(theirs)
         ):
             return theirs
-    return (
-        RuntimeError(f"{func}: {error}{at_line()}")
-        if isinstance(error, TypeError | ValueError)
-        else error
-    )
+    if not isinstance(error, TypeError | ValueError):
+        return error
+    mistaken = RuntimeError(f"{func}: {error}{at_line()}")
+    mistaken.__cause__ = error
+    return mistaken
 
 
 def on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

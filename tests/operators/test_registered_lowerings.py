@@ -6,6 +6,7 @@ The truth is the same program with the operator's own kernel, in plain PyTorch o
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -503,3 +504,28 @@ def test_rows_name_arguments_that_there_are() -> None:
         for func in funcs:
             several = func.is_view and "List" in str(func._schema.returns[0].type)
             assert not several or row.view_parts is not None, func
+
+
+# -- mistakes in a lowering ------------------------------------------------------------------------
+WRONG = define("wrong(Tensor x) -> Tensor", lambda x: x.sin())
+ASKING = define("asking(Tensor x) -> Tensor", lambda x: x.sin())
+
+
+@bridge.register_lowering(WRONG)
+def _wrong(x: jax.Array) -> jax.Array:
+    return x + jnp.ones((7, 7)).reshape(3)
+
+
+@bridge.register_lowering(ASKING)
+def _asking(x: jax.Array) -> jax.Array:
+    return x if float(x.sum()) > 0 else -x
+
+
+@pytest.mark.parametrize("name, lowering", [("wrong", _wrong), ("asking", _asking)])
+def test_the_line_of_a_mistake_in_a_lowering_is_shown(name: str, lowering: Any) -> None:
+    with pytest.raises(RuntimeError) as found:
+        jit(vmap(getattr(OWN, name)))(X)
+    cause = found.value.__cause__
+    assert cause is not None
+    frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    assert lowering.__name__ in frames

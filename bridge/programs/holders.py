@@ -127,7 +127,7 @@ class Holder:
 
 class Attributes(Holder):
     """Attributes with these names of an object, a class or a Python module,
-    to be set by setattr.
+    to be set past methods of its class, which may refuse that or do more.
     """
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
@@ -153,7 +153,11 @@ class Attributes(Holder):
         return found
 
     def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
-        setattr(owner, key, value) if what == "set" else delattr(owner, key)
+        plain = type if isinstance(owner, type) else object
+        if what == "set":
+            plain.__setattr__(owner, key, value)
+        else:
+            plain.__delattr__(owner, key)
 
 
 class Variable(Holder):

@@ -53,7 +53,7 @@ class Place:
         if self.key is None:
             return isinstance(self.container, types.CellType)
         return type(self) in (Place, Entry) and isinstance(
-            self.holding(), dict | list | collections.deque
+            self.holding(), dict | list | collections.deque | Slots
         )
 
     def holding(self) -> Any:
@@ -63,7 +63,8 @@ class Place:
     @property
     def identity(self) -> Any:
         """Equal for two objects that stand for one place."""
-        return id(self.container), self.key
+        at = self.container
+        return id(at.owner() if type(at) is Slots else at), self.key
 
     @property
     def names(self) -> tuple[Any, ...]:
@@ -129,6 +130,9 @@ class Slots:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.owner(), name)
+
+    def __setitem__(self, name: str, x: Any) -> None:
+        object.__setattr__(self.owner(), name, x)  # as holders.Attributes does
 
 
 class Context(Place):

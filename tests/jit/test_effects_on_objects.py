@@ -55,6 +55,44 @@ class Kept:
 INPUTS = [torch.ones(2) * (k + 1) for k in range(4)]
 
 
+class Counter:
+    """A count that is no entry of a dict, and that only a method changes."""
+
+    __slots__ = ("__weakref__", "n")
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "n", 0)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("call count()")
+
+    def count(self) -> int:
+        object.__setattr__(self, "n", self.n + 1)
+        return self.n
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenCounter:
+    """A frozen dataclass that changes itself all the same, as caches of such classes do."""
+
+    n: int = 0
+
+    count = Counter.count
+
+
+@pytest.mark.parametrize("kind", [Counter, FrozenCounter])
+def test_a_count_in_a_slot_is_an_input(kind: type) -> None:
+    counter = kind()
+
+    @jit
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * counter.count()
+
+    for k in range(1, 15):
+        assert same(step(INPUTS[0]), INPUTS[0] * k)
+    assert counter.n == 14 and len(step.programs()) == 2
+
+
 def test_programs_that_keep_a_state_serve_all_calls() -> None:
     """A state in a tuple, a count and a list that only grows need two programs, whatever they hold
     by then.

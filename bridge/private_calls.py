@@ -247,6 +247,14 @@ def _redirects(with_dynamo: bool) -> dict[str, tuple[types.FunctionType, Any, ty
     return found
 
 
+@functools.cache
+def _codes(with_dynamo: bool) -> list[tuple[types.FunctionType, types.CodeType, types.CodeType]]:
+    """torch's functions that are redirected, with their own code and the code that calls ours."""
+    return [
+        (function, own.__code__, shim) for function, own, shim in _redirects(with_dynamo).values()
+    ]
+
+
 def called(name: str, /, *args: Any, **kwargs: Any) -> Any:
     """A call of a redirected function."""
     ours = IN_TRACES[name]
@@ -297,13 +305,13 @@ def redirect(on: bool) -> None:
     """Redirect torch's functions to ours, or with False restore them; if that is interrupted, all
     are restored.
     """
-    redirects = _redirects(_imported()).values()
+    codes = _codes(_imported())
     try:
-        for function, own, shim in redirects:
-            function.__code__ = shim if on else own.__code__
+        for function, own, shim in codes:
+            function.__code__ = shim if on else own
     except BaseException:
-        for function, own, _ in redirects:
-            function.__code__ = own.__code__
+        for function, own, _ in codes:
+            function.__code__ = own
         raise
 
 

@@ -199,6 +199,9 @@ class Compiled:
                 for k, found in passes.items()
             }
         self.run = self.forward  # the forward pass; when it changes no more, its executable itself
+        #: whether no input is a NumPy array, of seeds or numbers, whose dtype depends on JAX's mode
+        self.of_arrays = numbers is None and not program.is_random
+        self.in_any_mode = False  # whether ``run`` may be called without ``jax.enable_x64``
         # whether ``unfit`` is to be asked before each call
         self.asks = bool(program.written or program.strided or program.graded)
         self.active: dict[Any, Any] = {}
@@ -401,7 +404,9 @@ class Compiled:
         changing = [tiers for tiers in found if tiers.changes]
         self.changes = bool(changing)
         if self.forward not in changing:
-            self.run = private_jax.without_wrapper(self.forward.now[0].executable)
+            executable = self.forward.now[0].executable
+            self.run = private_jax.without_wrapper(executable)
+            self.in_any_mode = self.of_arrays and isinstance(executable, jax.stages.Compiled)
         return out
 
     def _executables(self) -> list[Any]:
@@ -428,7 +433,9 @@ class Compiled:
         if self.donated and self.torch_out:
             donation = Donation(self.inputs(leaves, captured), values, self.donated, self.in_place)
             values = donation.values
-        if self.torch_out and compiling.options_suffice():
+        if self.in_any_mode:
+            outs = self.run(values, None)
+        elif self.torch_out and compiling.options_suffice():
             with jax.enable_x64(True):
                 outs = self.run(values, random)
         else:
@@ -460,14 +467,15 @@ class Compiled:
         if self.one_out:
             outs[0].block_until_ready()
             return tensors.view(outs[0], self.layouts[0])
-        if self.packing:
-            results = self.packing.unpack(outs, self.device, len(program.jaxpr.jaxpr.outvars))
-        else:
-            # converting them while the program runs takes a core from it, and costs more than it
-            # saves; elsewhere torch's stream waits for them
-            for v in outs if self.runs_on.type == "cpu" else ():
-                v.block_until_ready()
-            results = tensors.views(outs, self.layouts, self.device)
+        # converting them while the program runs takes a core from it, and costs more than it saves;
+        # elsewhere torch's stream waits for them
+        for v in outs if self.runs_on.type == "cpu" else ():
+            v.block_until_ready()
+        results = (
+            self.packing.unpack(outs, self.device, len(program.jaxpr.jaxpr.outvars))
+            if self.packing
+            else tensors.views(outs, self.layouts, self.device)
+        )
         if self.donated:
             for t, v in zip(
                 [results[i] for i in self.packing.singles] if self.packing else results,
@@ -477,12 +485,7 @@ class Compiled:
                 own(t, v)
         if program.written:
             jax.block_until_ready(outs)
-            return self._finish(results, leaves, captured)
-        tree = self._finish(results, leaves, captured)  # while the program still runs
-        if self.runs_on.type == "cpu":
-            for v in outs:
-                v.block_until_ready()
-        return tree
+        return self._finish(results, leaves, captured)
 
     def _finish(
         self, results: list[torch.Tensor], leaves: list[Any], captured: list[torch.Tensor]

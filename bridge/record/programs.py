@@ -8,12 +8,12 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +67,9 @@ class _Program:
     # for what the rules of autograd.Functions use; the record does not contain them
     guards: Sequence[guards.Guards] = ()
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.compiled.of_arrays &= isinstance((self.without_numbers or [None])[0], jax.Array)
 
     @functools.cached_property
     def without_numbers(self) -> tuple[Any, ...] | None:
@@ -189,6 +192,20 @@ def _loaded(path: Path, recorder: Recorder, refs: Sequence[int]) -> _Program | N
         return None
 
 
+@dataclasses.dataclass(slots=True)
+class _Family:
+    """The programs of a record.
+
+    Attributes:
+        group: a hash of the record's operators.
+        used: a later use has a larger number.
+    """
+
+    group: int
+    programs: list[_Program] = dataclasses.field(default_factory=list)
+    used: int = 0
+
+
 class _Kept:
     """The programs of this process by their records; the least recently used ones go.
 
@@ -197,18 +214,18 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        # with a hash of the record's operators
-        self.records: OrderedDict[Hashable, tuple[int, list[_Program]]] = OrderedDict()
+        self.records: dict[Hashable, _Family] = {}
         self.went = 0
+        self.clock = itertools.count()
         self.lock = threading.RLock()
 
     def of(self, key: Hashable) -> list[_Program]:
         """The programs of a record, which differ in the numbers that are static in them."""
-        with self.lock:
-            if key not in self.records:
-                return []
-            self.records.move_to_end(key)
-            return self.records[key][1]
+        family = self.records.get(key)
+        if family is None:
+            return []
+        family.used = next(self.clock)
+        return family.programs
 
     def add(self, key: tuple[Any, ...], program: _Program) -> None:
         with self.lock:
@@ -221,12 +238,13 @@ class _Kept:
                     ]
                 )
             )
-            family = self.records.setdefault(key, (group, []))[1]
-            self.records.move_to_end(key)
-            family.append(program)
-            del family[:-_STATIC]
-            alike = [k for k, (other, _) in self.records.items() if other == group]
-            for old in alike[:-_ALIKE] or list(self.records)[:-_ALL]:
+            family = self.records.setdefault(key, _Family(group))
+            family.used = next(self.clock)
+            family.programs.append(program)
+            del family.programs[:-_STATIC]
+            by_use = sorted(self.records.items(), key=lambda item: item[1].used)
+            alike = [k for k, other in by_use if other.group == group]
+            for old in alike[:-_ALIKE] or [k for k, _ in by_use[:-_ALL]]:
                 del self.records[old]
                 self.went += 1
                 if self.went % 16 == 0:
@@ -272,9 +290,8 @@ def run(recorder: Recorder, refs: Sequence[int], final: bool) -> Sequence[torch.
                 process.widths.ran(wide, key, time.perf_counter() - start)
                 return wide.narrow(refs, outs)
     for found in reversed(family):
-        if all(identical(numbers[k]) == value for k, value in found.static) and all(
-            g.hold() for g in found.guards
-        ):
+        static = [k for k, value in found.static if identical(numbers[k]) != value]
+        if not static and not [g for g in found.guards if not g.hold()]:
             try:
                 return _called(found, recorder, final)
             except (Misfit, _NotStored):
@@ -431,9 +448,9 @@ def _called(program: _Program, recorder: Recorder, final: bool) -> Sequence[torc
         if now is None:
             raise Misfit
         captured, arrays = now
+    call = compiled.call if final else torch.no_grad()(compiled.call)
     try:
-        with contextlib.nullcontext() if final else torch.no_grad():
-            return compiled.call([*given, *extra], [*inputs, *extra, *arrays], captured, grads)
+        return call([*given, *extra], [*inputs, *extra, *arrays], captured, grads)
     except (IndexError, RuntimeError, ValueError) as error:
         raise at_this_line(error) from None
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ class Ended(Exception):
         self.tensor = tensor
 
 
+_Result = TypeVar("_Result")
 _BY_VALUE = object()  # in the place of the entry of an operator that needs its operands' values
 # how often the whole record so far is run when Python asks for values; later only what has been
 # added since
@@ -165,28 +166,26 @@ class Recorder(TorchFunctionMode):
         return Known()
 
     # -- modes -------------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """While entered, torch functions are written down; the user's modes lie above this one, and
-        see each function before it.
+    def watched(self, call: Callable[[], Any]) -> Any:
+        """What call returns; meanwhile torch functions are written down. The user's modes lie above
+        this one, and see each function before it.
         """
         above, self.above = self.above, []
-        if self.in_torch is not None:
-            wanted = process.library_operators and not any(
-                type(mode) is LibraryOperators for mode in above
-            )
-            modes = [LibraryOperators(), *above] if wanted else above
-            private.enter_function_modes(modes)
+        if self.in_torch is None:
+            self._enter(above)
             try:
-                yield
+                return call()
             finally:
-                self.above = private.leave_function_modes(len(modes))[wanted:]
-            return
-        self._enter(above)
+                self._leave()
+        wanted = process.library_operators and not any(
+            type(mode) is LibraryOperators for mode in above
+        )
+        modes = [LibraryOperators(), *above] if wanted else above
+        private.enter_function_modes(modes)
         try:
-            yield
+            return call()
         finally:
-            self._leave()
+            self.above = private.leave_function_modes(len(modes))[wanted:]
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[bool]:
@@ -528,15 +527,15 @@ class Recorder(TorchFunctionMode):
         if self.watch is not None:
             self.watch.restore()
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While entered, the function is recorded. On exit torch's generator gets the state back
+    def drawn(self, record: Callable[[Recorder], _Result]) -> _Result:
+        """What record, which records the function, returns. Torch's generator has the state then
         that it had before the first draw.
         """
         self.start = torch.default_generator.get_state()
         try:
-            yield
+            found = record(self)
             self.after = self._set_back()
+            return found
         except (SeededInside, Unrecordable, NeedsTorch) as reason:
             # the function runs again from the start
             self.watch = None

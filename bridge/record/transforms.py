@@ -180,8 +180,8 @@ def _in_record(recorder: Recorder, record: Callable[[Recorder], Recording]) -> A
     """
     state.recorder = recorder
     try:
-        with intercepted, recorder.drawing():
-            outs, build = record(recorder)
+        with intercepted:
+            outs, build = recorder.drawn(record)
         if recorder.in_torch is not None:
             return build(outs)
         state.recorder = None
@@ -337,8 +337,7 @@ def entered(
 def inside(recorder: Recorder, call: Callable[[], Any], finish: Callable[[Any], Any]) -> Any:
     """Run the function of the transform that has just begun; what finish makes of its result."""
     try:
-        with recorder.watching():
-            out = call()
+        out = recorder.watched(call)
         try:
             return finish(out)
         except Unrecordable as reason:

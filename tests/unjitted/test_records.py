@@ -1614,7 +1614,7 @@ def test_the_backward_pass_is_compiled_while_the_forward_pass_is_unless_it_runs_
     x = torch.linspace(-1, 1, 29, requires_grad=True)
     out = torchfunc_jax.vmap(lambda v: cube(v) * 2.5)(x)
     (key,) = set(process.programs.records) - known
-    (pair,) = process.programs.records[key][1][0].compiled.recorded.values()
+    (pair,) = process.programs.records[key].programs[0].compiled.recorded.values()
     _, back = pair.passes.now
     assert back.executable is None and len(waiting) == ahead
     for work in waiting:

@@ -98,6 +98,12 @@ def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
     ]
 
 
+def name_of_leaf(path: Sequence[Any]) -> str:
+    """``args[0]['w']``: the name of a leaf of (args, kwargs), by its path."""
+    which, *steps = path
+    return ("args" if which == 0 else "kwargs") + "".join(f"[{step!r}]" for step in steps)
+
+
 def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
     """The conditions of a program in words: the names of arguments and states, each with its
     description.
@@ -106,8 +112,7 @@ def facts(call: Call, key: Any, entry: Compiled) -> dict[str, str]:
     numbered = {i: k for k, i in enumerate(entry.numbered)}
     recording = key[-2]
     for i, (path, x) in enumerate(zip(trees.paths(call.spec), call.leaves, strict=True)):
-        (which, *steps) = path
-        name = ("args" if which == 0 else "kwargs") + "".join(f"[{step!r}]" for step in steps)
+        name = name_of_leaf(path)
         if isinstance(x, torch.Tensor):
             what = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
             strides = strides_of(x)

@@ -15,10 +15,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
 from torch.compiler import is_dynamo_compiling
@@ -282,7 +283,7 @@ class Jitted:
                     for i, a in enumerate(args)
                 )
             except TypeError as error:
-                raise _unhashable(error) from None
+                raise _unhashable(error, given) from None
         leaves, spec = trees.flatten((args, kwargs)) if kwargs else trees.flatten(args)
         if len(leaves) > 1 and len({*map(id, leaves)}) < len(leaves):
             leaves = without_twins(leaves)
@@ -324,13 +325,13 @@ class Jitted:
                 try:
                     key.append(identical(x))
                 except (TypeError, ValueError) as error:
-                    raise _unhashable(error) from None
+                    raise _unhashable(error, given) from None
         key += (by_torch(self._random), torch_out, recording, guards.ambient())
         whole = tuple(key)
         try:
             family = self._families.get(whole)
         except (TypeError, ValueError) as error:
-            raise _unhashable(error) from None
+            raise _unhashable(error, given) from None
         misfit = False
         tried: list[Compiled] = []
         if family is not None:
@@ -714,10 +715,19 @@ class Jitted:
         self._families.clear()
 
 
-def _unhashable(error: Exception) -> TypeError:
+def _unhashable(error: Exception, given: Any) -> TypeError:
+    """The error for a call of the (args, kwargs) given, one of which has no hash."""
+    leaves, spec = trees.flatten(given)
+    found = [
+        (f"{explaining.name_of_leaf(path)} is {type(x)}", x)
+        for path, x in zip(trees.paths(spec), leaves, strict=True)
+        if not isinstance(x, torch.Tensor | jax.Array | Hashable)
+    ]
+    reason, x = found[0] if found else (error, None)
+    how = ", which torch.as_tensor makes" if isinstance(x, np.ndarray) else ""
     return TypeError(
-        f"jit: every argument that is no tensor must be hashable; {error}. Pass it inside a "
-        "closure or as a tensor"
+        f"jit: every argument that is no tensor must be hashable; {reason}. Pass it inside a "
+        f"closure or as a tensor{how}"
     )
 
 

@@ -590,6 +590,14 @@ OURS: dict[str, tuple[Callable[[], Any], type[Exception], str, str, str]] = {
         "must be hashable",
         "Pass it inside a closure or as a tensor",
     ),
+    "a NumPy array among the arguments": (
+        lambda: jit(lambda a, batch: a)(x, batch={"labels": [np.ones(3)]}),
+        TypeError,
+        "every argument that is no tensor",
+        "must be hashable",
+        "kwargs['batch']['labels'][0] is <class 'numpy.ndarray'>",
+        "or as a tensor, which torch.as_tensor makes",
+    ),
     "donate too large": (
         lambda: jit(square, donate=3)(x),
         ValueError,

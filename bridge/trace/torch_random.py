@@ -192,16 +192,12 @@ class Draw:
         """The numbers, and for each vmap whether its lanes have numbers of their own: these have a
         dimension in front, as in Blank.
         """
-        kwargs = (
-            dict(self.kwargs)
-            if self.generator is None
-            else {**dict(self.kwargs), "generator": self.generator}
-        )
+        func, kwargs = overload(self.name), dict(self.kwargs)
+        if any(a.name == "generator" for a in func._schema.arguments):
+            kwargs["generator"] = self.generator
         if "device" in kwargs:
             kwargs["device"] = self.device
-        run = _in_vmaps(
-            overload(self.name), self.args, kwargs, [size for size, _ in self.vmaps], self.device
-        )
+        run = _in_vmaps(func, self.args, kwargs, [size for size, _ in self.vmaps], self.device)
 
         def numbers(levels: Sequence[int]) -> torch.Tensor:
             found = run(levels)
@@ -215,7 +211,7 @@ class Draw:
         another thread may draw meanwhile.
         """
         try:
-            return dataclasses.replace(self, device=_META).made()
+            return dataclasses.replace(self, device=_META, generator=None).made()
         except NotImplementedError:  # binomial, and Dirichlet's numbers
             return dataclasses.replace(self, generator=torch.Generator(self.device)).made()
 

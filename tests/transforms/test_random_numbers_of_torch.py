@@ -19,6 +19,7 @@ from torchfunc_jax import (
     functionalize,
     grad,
     jit,
+    jvp,
     random_numbers,
     stack_module_state,
     vmap,
@@ -34,6 +35,13 @@ OPERATORS = {
     "randn, complex": lambda x: torch.randn(5, dtype=torch.complex64).real,
     "randint": lambda x: torch.randint(-3, 1000, (6,)).float(),
     "randperm": lambda x: torch.randperm(17).float(),
+    "generator=None": lambda x: (
+        torch.rand(6, generator=None)
+        + torch.randn(6, generator=None)
+        + torch.randint(9, (6,), generator=None)
+        + torch.randint(1, 9, (6,), generator=None)
+        + torch.randperm(6, generator=None)
+    ),
     "normal of numbers": lambda x: torch.normal(1.0, 2.0, (6,)),
     "rand_like": torch.rand_like,
     "randn_like": torch.randn_like,
@@ -74,6 +82,25 @@ BY_VALUE = {
     "poisson": lambda x: torch.poisson(x.exp() * 3),
     "_standard_gamma": lambda x: torch._standard_gamma(x.exp()),
     "_sample_dirichlet": lambda x: torch._sample_dirichlet(x.exp()),
+}
+#: functions of a generator
+OF_GENERATORS = {
+    "rand": lambda g: torch.rand(6, generator=g),
+    "randint": lambda g: torch.randint(9, (6,), generator=g),
+    "randperm": lambda g: torch.randperm(6, generator=g),
+    "rand_like": lambda g: torch.rand_like(X, generator=g),
+    "normal of numbers": lambda g: torch.normal(1.0, 2.0, (6,), generator=g),
+    "normal of tensors": lambda g: torch.normal(X, X.exp(), generator=g),
+    "bernoulli": lambda g: torch.bernoulli(X.sigmoid(), generator=g),
+    "multinomial": lambda g: torch.multinomial(X.exp(), 3, generator=g),
+    "uniform_": lambda g: torch.zeros(6).uniform_(generator=g),
+    "exponential_": lambda g: torch.zeros(6).exponential_(generator=g),
+    "geometric_": lambda g: torch.zeros(6).geometric_(0.3, generator=g),
+    "cauchy_": lambda g: torch.zeros(6).cauchy_(generator=g),
+    "log_normal_": lambda g: torch.zeros(6).log_normal_(generator=g),
+    "random_": lambda g: torch.zeros(6).random_(9, generator=g),
+    "poisson": lambda g: torch.poisson(X.exp(), generator=g),
+    "binomial": lambda g: torch.binomial(torch.full((6,), 5.0), X[0].sigmoid(), generator=g),
 }
 X = torch.arange(36.0).reshape(6, 6).sin()
 DIFFERENT, SAME = {"randomness": "different"}, {"randomness": "same"}
@@ -983,3 +1010,19 @@ def test_a_value_that_is_asked_for_has_the_numbers_of_the_result_and_python_runs
             assert a == e
         else:
             torch.testing.assert_close(a, e, rtol=1e-5, atol=0.02)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["None", "a generator"])
+@pytest.mark.parametrize("name", OF_GENERATORS)
+def test_operators_that_are_given_a_generator(name: str, given: bool) -> None:
+    draw = OF_GENERATORS[name]
+
+    def drawn(wrap):
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(5) if given else None
+        f = wrap(lambda x: draw(generator) + x)
+        return [f(torch.zeros(1)) for _ in range(3)], torch.rand(2, generator=generator)
+
+    expected = drawn(lambda f: f)
+    for wrap in (jit, functionalize, lambda f: lambda x: jvp(f, (x,), (x,))[0]):
+        torch.testing.assert_close(drawn(wrap), expected)

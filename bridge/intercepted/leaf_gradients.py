@@ -145,6 +145,7 @@ def run_backward(
     inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
     for t in inputs:
         refuse_inside_blocks(t)
+    level.root.pulls = True
     if state.jitting:
         asked = {t.number for t in inputs if type(t) is Traced and not t.requires_grad}
         if asked and asked.isdisjoint(level.root.leaves | {-1}):

@@ -166,7 +166,10 @@ class Compiled:
         self.seconds, self.calls, self.used = 0.0, 0, 0
         self.jitted: list[Any] = []
         self.changed: list[Callable[[], Any]] = []  # WeakMethods called after each compilation
-        self.signatures = tensors.crossings([p.get() for p in program.places])[1]
+        captured = [p.get() for p in program.places]
+        self.signatures = tensors.crossings(captured)[1]
+        #: which of the captured tensors must require grad; None: that is no condition
+        self.requires_grad = [t.requires_grad for t in captured] if program.pulls else None
         avals = [v.aval for v in program.jaxpr.jaxpr.outvars]
         self.packing = program.packing() if torch_out else None
         self.layouts = [tensors.layout(a.shape, a.dtype) for a in avals] if torch_out else []
@@ -316,7 +319,12 @@ class Compiled:
         if not all(isinstance(t, torch.Tensor) for t in found):
             return None
         arrays, signatures = tensors.crossings(found)
-        return (found, arrays) if signatures == self.signatures else None
+        if signatures != self.signatures or (
+            self.requires_grad is not None
+            and [t.requires_grad for t in found] != self.requires_grad
+        ):
+            return None
+        return found, arrays
 
     def inputs(self, leaves: list[Any], captured: list[torch.Tensor]) -> list[Any]:
         """The program's inputs: the arguments among the leaves, and the captured tensors."""

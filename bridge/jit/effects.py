@@ -17,7 +17,7 @@ import functools
 import io
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,12 +118,14 @@ def noted(
     found: Found,
     places: Mapping[int, Place],
     donated: Sequence[int] = (),
+    unset: Collection[Any] = (),
 ) -> Callable[..., Any]:
     """The function for a trace: it leaves what it changes as it was, and returns Effects if it has
     changed or returns an object.
 
     found: what the function reaches.  places: by id, where captured tensors were found. donated:
-    the arguments whose tensors are dead after the call.
+    the arguments whose tensors are dead after the call. unset: the identities of places that it
+    does not set, although its code names them.
     """
 
     @functools.wraps(fn, updated=())
@@ -168,6 +170,13 @@ def noted(
                     for p, grad in read
                     if grad is None or type(places.get(id(grad))) is not GradOf
                 ]
+                # where nothing has changed, the function may have set what was there
+                root.same = [
+                    (place, x)
+                    for h, _, old, differences in every
+                    for key, x in h.may_be_set(old, differences, found)
+                    if (place := h.entry(key)).identity not in unset
+                ]
                 pickler = _Pickler(
                     {
                         *map(id, found.alive),
@@ -181,7 +190,7 @@ def noted(
                 # the trace is in it
                 if raised:
                     with contextlib.suppress(CalledItself):
-                        done = pickler.changes(changed, once=True)
+                        done = pickler.changes(changed, found, once=True)
                         outside = [x for x in done if not pickler.is_of_trace(x.value)]
                         state.undone = pickler.effects(outside, None)
             new = [n for t, old in names for n in vars(t).keys() - old if not n.startswith("_")]
@@ -195,7 +204,7 @@ def noted(
                     f"it changes objects, and reaches one of the class {both.pop().__name__} that "
                     "is no argument too"
                 )
-            changes = pickler.changes(changed)
+            changes = pickler.changes(changed, found)
         root.changes = [x.change for x in changes]
         for gradient, value in [(Gradient(place), value) for place, value in kept]:
             change = Change(gradient, gradient.identity, "set", "grad", None)
@@ -273,11 +282,14 @@ class _Pickler(pickle.Pickler):
         self.where = lambda: "its result"
 
     def changes(
-        self, changed: Sequence[tuple[Holder, Any, list[Difference]]], once: bool = False
+        self,
+        changed: Sequence[tuple[Holder, Any, list[Difference]]],
+        reached: Found,
+        once: bool = False,
     ) -> list[_Done]:
         """What is done for each difference; raises CalledItself if no program can do that.
 
-        once: no program does it.
+        reached: what the function reaches. once: no program does it.
         """
         found = []
         for holder, old, differences in changed:
@@ -289,7 +301,8 @@ class _Pickler(pickle.Pickler):
                     continue
                 before = holder.at(old, key) if what == "set" else MISSING
                 self.where = functools.partial(holder.named, key)
-                if what == "set" and self._alike(before, value):
+                sets = holder.of and reached.only_sets(key)
+                if what == "set" and not sets and self._alike(before, value):
                     continue
                 if holder.place.key == "_parameters" and type(value) is Traced:
                     raise exchanged(f"the parameter {key}")

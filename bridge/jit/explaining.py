@@ -83,9 +83,9 @@ def reason(facts: dict[str, str], others: Sequence[tuple[dict[str, str], Guards]
     )
     if not found:
         return (
-            "a captured tensor has another shape or dtype, or a number does not fit into the "
-            "program that takes it as an input, because of its size or because a comparison with "
-            "it has another answer"
+            "a captured tensor has another shape, dtype or requires_grad, or a number does not fit "
+            "into the program that takes it as an input, because of its size or because a "
+            "comparison with it has another answer"
         )
     return "; ".join(dict.fromkeys(found))
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr
 from torch.compiler import is_dynamo_compiling
+from torch.utils.weak import WeakIdRef
 
 from bridge import compiling
 from bridge.boundary.calls import Call
@@ -74,6 +75,8 @@ class _Family:
     ways: list[frozenset[int]] = dataclasses.field(default_factory=lambda: [frozenset()])
     # the numbers whose values the function asks for
     by_value: set[int] = dataclasses.field(default_factory=set)
+    # those with which a trace did something else than an earlier one
+    differed: set[int] = dataclasses.field(default_factory=set)
     # the programs with static numbers, each with these
     references: list[tuple[list[Any], Compiled]] = dataclasses.field(default_factory=list)
     programs: dict[Any, list[Compiled]] = dataclasses.field(default_factory=dict)
@@ -167,16 +170,21 @@ class _Family:
         }
         return frozenset((self.ways[-1] | differ) - self.by_value)
 
+    def unset(self) -> set[Any]:
+        """See ``Guards.unset``."""
+        every = itertools.chain.from_iterable(self.programs.values())
+        return set[Any]().union(*[entry.program.guards.unset() for entry in every])
+
     def reference(
         self, numbers_in: Inputs | None = None, numbers: Sequence[Any] = ()
     ) -> tuple[list[Any], Compiled, list[Any]] | None:
-        """A program with static numbers that fits, its numbers, and the arrays of its captured
-        tensors; None if there is none.
+        """The newest program with static numbers that fits, its numbers, and the arrays of its
+        captured tensors; None if there is none.
 
         numbers_in: as asked about in a trace for these numbers; the program is then for numbers for
         which that trace would be the same.
         """
-        for values, entry in self.references:
+        for values, entry in reversed(self.references):
             if numbers_in is None or numbers_in.traced_alike(values, numbers):
                 with self.counting(values):
                     captured = entry.captured()
@@ -323,7 +331,7 @@ class Jitted:
                 return self._called(opened[0], opened[1], given)
             else:
                 try:
-                    key.append(identical(x))
+                    key.append(WeakIdRef(x) if _mutable(x) else identical(x))
                 except (TypeError, ValueError) as error:
                     raise _unhashable(error, given) from None
         key += (by_torch(self._random), torch_out, recording, guards.ambient())
@@ -371,7 +379,7 @@ class Jitted:
                 ):
                     family.itself = str(error)
                 return self._unjitted(str(error), torch_out, given)
-            except Exception:
+            except BaseException:  # also what Ctrl-C and sys.exit raise
                 if state.undone is not None:
                     with having(state, arguments=leaves, given=given):
                         state.undone.done()
@@ -500,7 +508,7 @@ class Jitted:
                     return made
             entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
             if entry is None:
-                program = stage(self._unwrapped, call, self._donated(call))
+                program = stage(self._unwrapped, call, self._donated(call), family.unset())
                 entry = self._compiled(program, call, key[-3])
                 if not misfit:
                     family.references.append((numbers, entry))
@@ -550,7 +558,7 @@ class Jitted:
         try:
             traced = functools.wraps(self._func, updated=())(with_numbers)
             with family.counting(standing):
-                program = stage(traced, inner, self._donated(call))
+                program = stage(traced, inner, self._donated(call), family.unset())
             changing -= numbers_in.asked
             entry = self._compiled(
                 program,
@@ -564,6 +572,11 @@ class Jitted:
             )
             entry.traced = traced
             found = family.reference(numbers_in, numbers)
+            other = found is not None and program.interface() != found[1].program.interface()
+            if other and not changing & family.differed:
+                # what the first call has set up, the later ones find: the next one is compared
+                family.differed |= changing
+                return None
             if found is not None:
                 values, reference, arrays = found
                 with family.counting(values):
@@ -731,12 +744,19 @@ def _unhashable(error: Exception, given: Any) -> TypeError:
     )
 
 
+def _mutable(x: Any) -> bool:
+    """Whether no hash can tell an object of a user's class from others, because it may change."""
+    return type(x).__hash__ is None and objects.can_be_opened(type(x), x)
+
+
 def _mortal(leaves: Sequence[Any]) -> Iterator[Any]:
-    """The arguments that are compared by identity; when one of them is collected, its programs are
-    dropped.
+    """The arguments that are compared by identity, as those are that no hash can tell apart; when
+    one of them is collected, its programs are dropped.
     """
     for x in leaves:
         x = x.value if type(x) is Same else x
         x = getattr(x, "__self__", x)
-        if not isinstance(x, torch.Tensor | jax.Array) and by_identity(x) and weak(x) is not x:
+        if isinstance(x, torch.Tensor | jax.Array):
+            continue
+        if _mutable(x) or (by_identity(x) and weak(x) is not x):
             yield x

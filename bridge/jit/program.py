@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +100,7 @@ class Program:
         numbers: which of these draws are inputs of the jaxpr.
         graded: the places of the tensors whose ``.grad`` it sets, and of arguments that PyTorch's
             engine gives a gradient.
+        pulls: whether it depends on which captured tensors require grad.
         flagged: the arguments that it makes require grad.
         of_arguments: whether places or guards are those of a ``.grad`` of an argument.
         changes: the changes of Python objects that it makes.
@@ -124,6 +125,7 @@ class Program:
     drawn: list[Draw | ByValue | Rewind]
     numbers: list[int]
     graded: list[Place]
+    pulls: bool
     flagged: list[int]
     of_arguments: bool
     changes: Sequence[Change]
@@ -249,9 +251,11 @@ class Program:
 
 # so that torch.compiler.is_compiling() is true in this thread's traces
 @having(state, jitting=True)
-def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Program:
+def stage(
+    fn: Callable[..., Any], call: Call, donated: Sequence[int] = (), unset: Collection[Any] = ()
+) -> Program:
     """Trace fn once on the shapes of a call's arguments; donated: those whose memory no output may
-    share.
+    share; unset: see ``noted``.
 
     Raises:
         DataDependentError: the function asks for values.
@@ -293,7 +297,7 @@ def stage(fn: Callable[..., Any], call: Call, donated: Sequence[int] = ()) -> Pr
         candidates += [(t, place) for t, place in new if id(t) not in grads]
         every = [*{**grads, **{id(t): (t, place) for t, place in candidates}}.values()]
         program, missing = _traced(
-            noted(fn, call, found, {id(t): place for t, place in every}, donated),
+            noted(fn, call, found, {id(t): place for t, place in every}, donated, unset),
             call,
             every,
             found,
@@ -425,7 +429,13 @@ def trace(
             ):
                 result = traceable.run(level, arguments, take_apart)
             met = dict(root.captured)
-            info.update(read=root.read, graded=root.graded, changes=root.changes)
+            info.update(
+                read=root.read,
+                same=root.same,
+                graded=root.graded,
+                pulls=root.pulls,
+                changes=root.changes,
+            )
             shared: list[tuple[int, Any, tuple[View, ...]]] = []
             if all(isinstance(x, torch.Tensor) for x in call.arrays):
                 for i, t, views in shared_memory.outputs(result, call.arrays, met.values()):
@@ -527,6 +537,7 @@ def trace(
             found,
             asked,
             info["read"],
+            info["same"],
             [
                 (c.holder.entry(c.key), c.there)
                 for c in info["changes"]
@@ -552,6 +563,7 @@ def trace(
         [] if drawn is None else drawn.draws,
         numbers,
         info["graded"],
+        info["pulls"],
         traceable.flagged,
         any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
         info["changes"],
@@ -917,6 +929,7 @@ def backward_pass(program: Program, active: Sequence[int]) -> Program:
         [],
         [],
         [],
+        False,
         [],
         False,
         (),

@@ -38,6 +38,7 @@ from bridge.programs.places import (
     DictOf,
     Entry,
     GradOf,
+    Members,
     Place,
     Referent,
     Slots,
@@ -300,6 +301,12 @@ class Found:
         stored = self.code["stored"]
         return name in stored or not _ANY_NAME.isdisjoint(stored) or self._named is None
 
+    def only_sets(self, name: str) -> bool:
+        """Whether the function, or a method that it calls, sets an attribute or a global variable
+        of that name, and reads none.
+        """
+        return self.sets(name) and not self.names(name)
+
     def refused(self) -> Iterator[str]:
         """What no program can follow, in words."""
         for place, x in self.reached(self.opaque):
@@ -382,9 +389,9 @@ class Found:
             if GRAD in self.code["names"] and t.is_leaf:
                 wanted.append("grad")
             if t.requires_grad and pulls:
-                hooks = [n for n in HOOKS_OF_TENSORS if getattr(t, n)]
-                wanted += hooks
-                if not hooks:
+                if has_hooks(t):
+                    wanted += HOOKS_OF_TENSORS
+                else:
                     without_hooks.append(place)
             for name in wanted:
                 read = Asked(
@@ -468,11 +475,11 @@ class Found:
         The attributes are None if another object of that class may take its place.
         """
         found: dict[int, tuple[Any, Callable[[], Any], bool]] = {
-            id(m): (m, Slots(m).owner, True) for m in self.modules.values()
+            id(m): (m, Members(m).owner, True) for m in self.modules.values()
         }
         for x, attributes in self.reached(self._objects):
             fixed = type(attributes) is not DictOf
-            found[id(x)] = (x, Slots(x).owner if fixed else attributes.container.get, fixed)
+            found[id(x)] = (x, Members(x).owner if fixed else attributes.container.get, fixed)
         return [
             (owner, type(x), x.__dict__ if fixed else None)
             for x, owner, fixed in found.values()
@@ -768,7 +775,7 @@ def _visit_children(
         else:
             found.note(read_by(x.__code__))
             found._edges.append(
-                _Edge(Place(Slots(x), "__code__", x.__name__), x.__code__, edge, False)
+                _Edge(Place(Members(x), "__code__", x.__name__), x.__code__, edge, False)
             )
             _visit_attributes(x, x.__name__, found, depth, edge)
     elif isinstance(x, functools.partial):
@@ -808,7 +815,7 @@ def _visit_children(
 def _visit_attributes(x: Any, name: str, found: Found, depth: int, edge: _Way) -> None:
     """Search the attributes that a function, or a functools.partial, has been given."""
     if x.__dict__:
-        found._edges.append(_Edge(Place(Slots(x), "__dict__", name), x.__dict__, edge, False))
+        found._edges.append(_Edge(Place(Members(x), "__dict__", name), x.__dict__, edge, False))
     for key, value in x.__dict__.items():
         if key != "__wrapped__":
             _step(value, Place(x.__dict__, key, name), found, depth - 1, edge, True)
@@ -872,7 +879,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             yield from [(module, Place(module, None)) for module in imported]
             for name in ("__defaults__", "__kwdefaults__"):
                 if getattr(x, name):
-                    yield getattr(x, name), Place(Slots(x), name, x.__name__)
+                    yield getattr(x, name), Place(Members(x), name, x.__name__)
         if hasattr(x, "__wrapped__"):
             yield (
                 x.__wrapped__,
@@ -902,7 +909,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
             yield referent, Referent(x, None, "the referent of a weak reference")
     elif isinstance(x, functools.partial):
         for name in ("func", "args", "keywords"):
-            yield getattr(x, name), Place(Slots(x), name, "functools.partial")
+            yield getattr(x, name), Place(Members(x), name, "functools.partial")
     elif "__wrapped__" in getattr(x, "__dict__", ()):
         # a jitted function: its programs are skipped, and its function never changes
         yield x.__wrapped__, Place(x.__wrapped__, None)
@@ -928,7 +935,7 @@ def _children(x: Any) -> Iterator[tuple[Any, Place]]:
 
 def _attributes(x: Any) -> Iterator[tuple[Any, Place]]:
     if isinstance(x, collections.defaultdict):
-        yield x.default_factory, Place(Slots(x), "default_factory", "a defaultdict")
+        yield x.default_factory, Place(Members(x), "default_factory", "a defaultdict")
     if of_library(type(x).__module__) and not isinstance(x, _HOLDERS):
         return
     if type(getattr(x, "__dict__", None)) is dict:

@@ -80,6 +80,9 @@ def read_by(code: types.CodeType) -> Read:
             name = _second_argument(steps[i + 1 :])
             if step.argval in _SETTING:
                 stored.append(name or "__dict__")
+                if name is not None and name not in names:  # a property, say
+                    names.append(name)
+                    only_stored.add(name)
             elif name is not None:
                 optional.append(name)
             elif code.co_name != "__getattr__":  # which passes on a name that other code contains

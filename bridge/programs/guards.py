@@ -12,7 +12,7 @@ import collections
 import contextlib
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from bridge.cache_keys import identical
 from bridge.convert import tensors
 from bridge.process import process
 from bridge.programs import closure_scan
-from bridge.programs.places import Asked, Entry, GradOf, OfArgument, Place, Slots
+from bridge.programs.places import Asked, Entry, GradOf, Members, OfArgument, Place, makes_entries
 from bridge.trace import answers
 from bridge.trace.levels import state
 from bridge.trace.python_numbers import is_input
@@ -227,6 +227,7 @@ class Guards:
         asked: what it has asked of the values of captured tensors.
         read: the places of the ``.grad``s that were read in the trace and are to be compared; None:
             those that the function names.
+        same: attributes that the function sets to what they were, or does not set.
         there: places that the function reads and fills, or empties, each with whether something
             must be there before.
 
@@ -246,6 +247,7 @@ class Guards:
         "numbers",
         "objects",
         "places",
+        "same",
         "single",
         "sizes",
         "there",
@@ -256,9 +258,10 @@ class Guards:
         found: closure_scan.Found,
         asked: Sequence[ValueOf] = (),
         read: Sequence[tuple[Place, Any]] | None = None,
+        same: Sequence[tuple[Place, Any]] = (),
         there: Sequence[tuple[Place, bool]] = (),
     ) -> None:
-        self.there = there
+        self.there, self.same = there, same
         modules = [(type(m).__name__, m.__dict__) for m in found.modules.values()]
         self.modules = [
             (
@@ -280,29 +283,36 @@ class Guards:
         ]
         edges = [(p, x) for p, x in found.edges() if read is None or type(p) is not GradOf]
         self.places = [
-            (p, x) for p, x in [*edges, *(read or ())] if not is_input(x) and _same(current(p), x)
+            (p, x)
+            for p, x in [*edges, *(read or ()), *same]
+            if not is_input(x) and _same(current(p), x)
         ]
         self.places += [(p, p.before) for p in asked]
+        data, sizes = (
+            [(p, current(p), what) for p, what in found.reached(every)]
+            for every in (found.data, found.sizes)
+        )
+        added_to = {id(x) for _, x, _ in (*data, *sizes) if found.only_adds(x)}
+        # the function may have added what such a set has; more may be in it
+        self.places += [
+            (Asked(_contains(p), "elements", str(p)), True)
+            for p, x, _ in (*data, *sizes)
+            if id(x) in added_to and isinstance(x, set)
+        ]
         self.codes = [(p.container.owner, code) for p, code in self.places if _is_code(p)]
         self.grouped, self.nested, self.single = _grouped(
             [(p, x) for p, x in self.places if not _is_code(p)]
         )
-        data = [
-            (p, x, data)
-            for p, data in found.reached(found.data)
-            if not found.only_adds(x := current(p))
-        ]
         self.data = [
             (p, *closure_scan.entries(x), data)
             for p, x, data in data
-            if closure_scan.frozen(x) == data
+            if id(x) not in added_to and closure_scan.frozen(x) == data
         ]
-        sizes = [
-            (p, keys) for p, keys in found.reached(found.sizes) if not found.only_adds(current(p))
+        self.sizes = [
+            (p, keys) for p, x, keys in sizes if id(x) not in added_to and _has_keys(x, keys)
         ]
-        self.sizes = [(p, keys) for p, keys in sizes if _has_keys(current(p), keys)]
         self.numbers = [x for x in self.places if type(x[1]) in _NUMBERS and x[0].holds()]
-        for p, *_ in self.data:
+        for p in [*[p for p, *_ in self.data], *[p for p, x in self.places if type(x) is tuple]]:
             self.numbers += _numbers_in(current(p), p)
         absent = [(p, names) for p, names in found.absent() if names.isdisjoint(p.get())]
         self.absent = [(p.container if type(p) is Place else p, names) for p, names in absent]
@@ -377,6 +387,12 @@ class Guards:
         return not self.there or all(
             (current(place) is not GONE) is there for place, there in self.there
         )
+
+    def unset(self) -> set[Any]:
+        """The identities of the places of ``same`` at which something else is now. A program for
+        that shows whether the function sets them; if it does not, they are no condition of it.
+        """
+        return {place.identity for place, x in self.same if not _same(current(place), x)}
 
     def differences(self) -> Iterator[str]:
         """Yield a sentence for each thing that is not as it was."""
@@ -487,12 +503,19 @@ def _same(now: Any, before: Any) -> bool:
         return False
 
 
+def _contains(place: Place) -> Callable[[], bool]:
+    """Whether the set at a place has all that it has now."""
+    elements = frozenset(current(place))
+    return lambda: elements <= place.get()
+
+
 def _numbers_in(x: Any, place: Place) -> Iterator[tuple[Place, Any]]:
     """(the place, the number) for each number in a container at a place."""
     if isinstance(x, dict):
         found = [*x.items()]
     else:
-        found = [*enumerate(x)] if isinstance(x, list | collections.deque) else []
+        within = isinstance(x, list | collections.deque) or (type(x) is tuple and place.holds())
+        found = [*enumerate(x)] if within else []
     for key, child in found:
         if type(child) in _NUMBERS:
             yield Entry(place, key), child
@@ -518,7 +541,7 @@ def _has_keys(container: Any, found: tuple[type, Any]) -> bool:
 
 
 def _is_code(place: Place) -> bool:
-    return place.key == "__code__" and type(place.container) is Slots
+    return place.key == "__code__" and type(place.container) is Members
 
 
 def _grouped(
@@ -530,7 +553,11 @@ def _grouped(
     groups: dict[Any, tuple[Any, dict[Any, Any]]] = {}
     single = []
     for place, value in places:
-        if type(place) in (Place, Entry) and place.key is not None:
+        if (
+            type(place) in (Place, Entry)
+            and place.key is not None
+            and not makes_entries(place.holding())
+        ):
             groups.setdefault(place.identity[:-1], (place.container, {}))[1][place.key] = value
         else:
             single.append((place, value))

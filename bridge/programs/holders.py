@@ -105,6 +105,18 @@ class Holder:
         deleted: list[Difference] = [("delete", k, None) for k in old if k not in new]
         return deleted + [("set", k, v) for k, v in new.items() if v is not old.get(k, MISSING)]
 
+    def may_be_set(
+        self, old: Any, differences: Sequence[Difference], found: Found
+    ) -> Iterator[tuple[Any, Any]]:
+        """The attributes that the function may have set to what they were, as far as it reads
+        none of their names: those that it reads are conditions of the program anyway.
+        """
+        if self.of and not self.whole:
+            other = {key for _, key, _ in differences}
+            for key, x in old.items():
+                if key not in other and found.only_sets(key) and self.counts(key):
+                    yield key, x
+
     def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
         """Do a difference."""
         if what == "set":
@@ -227,15 +239,20 @@ class Content(Holder):
         return bytes(owner) if isinstance(owner, memoryview) else copy.copy(owner)
 
     def differences(self, old: Any, new: Any) -> list[Difference]:
-        if isinstance(old, np.ndarray):
-            same = old.tobytes() == new.tobytes()  # of objects, these are their addresses
-        else:
-            same = set(map(id, old)) == set(map(id, new)) if isinstance(old, set) else old == new
+        if isinstance(old, set):
+            before, now = {id(x): x for x in old}, {id(x): x for x in new}
+            if before.keys() <= now.keys():
+                added = {x for key, x in now.items() if key not in before}
+                return [("add", None, added)] if added else []
+            return [("replace", None, new)]
+        # of objects, these are their addresses
+        same = old.tobytes() == new.tobytes() if isinstance(old, np.ndarray) else old == new
         return [] if same else [("replace", None, new)]
 
     def put(self, owner: Any, what: str, key: Any, value: Any) -> None:
         if isinstance(owner, set):
-            owner.clear()
+            if what == "replace":
+                owner.clear()
             owner.update(value)
         elif isinstance(owner, memoryview):
             owner.cast("B")[:] = value
@@ -367,11 +384,6 @@ def _of(x: Any, found: Found, seen: set[int]) -> Iterator[Holder]:
             name for name in ("_parameters", "_buffers", "_modules", *HOOKS) if name in x.__dict__
         ]:
             yield (Hooks if store in HOOKS else Holder)(Place(x.__dict__, store, type(x).__name__))
-    if isinstance(x, torch.optim.Optimizer):
-        for entries in (x.state, *x.state.values()):
-            if id(entries) not in seen:
-                seen.add(id(entries))
-                yield Holder(Place(entries, None))
 
 
 #: Attributes that methods of PyTorch's set, which the function's code does not name.

@@ -29,8 +29,8 @@ def can_be_opened(kind: type, x: Any) -> bool:
 
 
 def is_data(x: Any, deep: int = _DEEP) -> bool:
-    """Whether an object is nothing but tensors and values that are compared by content, at least
-    one tensor among them.
+    """Whether an object is nothing but tensors and values that are compared by content, and no
+    hash can tell it from others: it has none, or a tensor is in it.
     """
     found = [0]
 
@@ -51,7 +51,7 @@ def is_data(x: Any, deep: int = _DEEP) -> bool:
             kind.__hash__ is not None and not by_identity(value) and not callable(value)
         )
 
-    return data(x, deep) and found[0] > 0
+    return data(x, deep) and (found[0] > 0 or type(x).__hash__ is None)
 
 
 def opened(arguments: Any, opens: Callable[[Any], bool]) -> Any:

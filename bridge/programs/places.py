@@ -18,6 +18,18 @@ from bridge.trace.levels import state
 GLOBAL, VARIABLE = "the global variable", "the variable "
 
 
+def makes_entries(x: Any) -> bool:
+    """Whether an object is a dict that makes an entry when it is asked for a missing one."""
+    return isinstance(x, dict) and hasattr(type(x), "__missing__")
+
+
+def entry(container: Any, key: Any) -> Any:
+    """What a container holds at a key; it makes no entry there."""
+    if makes_entries(container) and key not in container:
+        raise KeyError(key)
+    return container[key]
+
+
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Place:
     """The place of an object; ``get()`` returns the object that is there now.
@@ -39,7 +51,7 @@ class Place:
                 if isinstance(self.container, types.CellType)
                 else self.container
             )
-        return self.container[self.key]
+        return entry(self.container, self.key)
 
     def put(self, x: Any) -> None:
         """Put another object there, if the place ``holds`` it."""
@@ -64,7 +76,7 @@ class Place:
     def identity(self) -> Any:
         """Equal for two objects that stand for one place."""
         at = self.container
-        return id(at.owner() if type(at) is Slots else at), self.key
+        return id(at.owner() if isinstance(at, Members) else at), self.key
 
     @property
     def names(self) -> tuple[Any, ...]:
@@ -95,7 +107,17 @@ class Entry(Place):
     __slots__ = ()
 
     def get(self) -> Any:
-        return self.container.get()[self.key]
+        return entry(self.container.get(), self.key)
+
+    def put(self, x: Any) -> None:
+        found = self.holding()
+        if type(found) is tuple:
+            self.container.put((*found[: self.key], x, *found[self.key + 1 :]))
+        else:
+            found[self.key] = x
+
+    def holds(self) -> bool:
+        return self.container.holds() if type(self.holding()) is tuple else super().holds()
 
     def holding(self) -> Any:
         return self.container.get()
@@ -117,7 +139,7 @@ class Entry(Place):
         )
 
 
-class Slots:
+class Members:
     """The attributes of an object without a ``__dict__``, as a container; it refers to the object
     weakly if the object allows that.
     """
@@ -130,6 +152,10 @@ class Slots:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.owner(), name)
+
+
+class Slots(Members):
+    """Attributes that a class in Python has declared in its ``__slots__``, and that can be set."""
 
     def __setitem__(self, name: str, x: Any) -> None:
         object.__setattr__(self.owner(), name, x)  # as holders.Attributes does

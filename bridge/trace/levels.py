@@ -85,9 +85,13 @@ class Level:
     # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch
     # tensors
     grads: Any = None
+    # whether PyTorch's engine has run in it: what it does depends on which tensors require grad
+    pulls: bool = False
     # the places of ``.grad``s that are no inputs and that this function has read, each with what
     # was there, and
     read: Any = ()
+    # the attributes that it may have set to what they were: (their places, what is there)
+    same: Any = ()
     # the places of the tensors whose ``.grad`` it has set, and of arguments with a gradient
     graded: Any = ()
     # what a jitted function may change: (programs.holders.Holder, the object that it holds)

@@ -149,7 +149,7 @@ def noted(
                 (h, h.owner()) for h in (*holders(found), *[h for *_, h in nodes if h is not None])
             ]
             watched = [(h, owner, h.read(owner)) for h, owner in owners]
-            state.undone, raised = None, True
+            state.undone, raised, misses = None, True, found.misses()
             try:
                 out = fn(*args, **kwargs)
                 grads.refuse_late_changes(out)
@@ -206,6 +206,8 @@ def noted(
                 )
             changes = pickler.changes(changed, found)
         root.changes = [x.change for x in changes]
+        # another call finds the answers in the caches, and changes less
+        root.once = bool(changes) and found.misses() > misses
         for gradient, value in [(Gradient(place), value) for place, value in kept]:
             change = Change(gradient, gradient.identity, "set", "grad", None)
             changes.append(_Done(change, value, lambda: "a .grad"))

@@ -47,7 +47,7 @@ from bridge.programs import guards, objects
 from bridge.programs.places import Place
 from bridge.trace import python_numbers
 from bridge.trace.levels import state
-from bridge.trace.python_numbers import Inputs, Misfit, OtherAnswer
+from bridge.trace.python_numbers import HashedNumber, Inputs, Misfit, OtherAnswer
 from bridge.trace.random_keys import SeededInside
 from bridge.trace.storage import OutsideOfView
 from bridge.trace.torch_random import by_torch, random_numbers
@@ -85,6 +85,7 @@ class _Family:
     # how many programs in a row have changed what they depend on, so that they were of use for one
     # call
     turns: int = 0
+    once: bool = False  # whether it has had programs for one call only
     itself: str = ""  # why the function itself is called, and no program
     pause: int = _PAUSE  # for how many calls, and
     left: int = -1  # for how many more; -1: for good
@@ -506,18 +507,23 @@ class Jitted:
             for made in family.find(numbers):
                 if not any(made is t for t in tried) and made.captured() is not None:
                     return made
-            entry = None if misfit else self._with_inputs(family, call, inputs, numbers, key[-3])
+            given = family, call, inputs, numbers, key[-3]
+            entry = None if misfit or family.once else self._with_inputs(*given)
             if entry is None:
                 program = stage(self._unwrapped, call, self._donated(call), family.unset())
                 entry = self._compiled(program, call, key[-3])
-                if not misfit:
+                family.once |= program.once
+                if not misfit and not program.once:
                     family.references.append((numbers, entry))
+                    entry = (family.once and self._with_inputs(*given)) or entry
             entry.used = next(self._clock)
             sub = family.key(numbers, entry.changing)
             entry.facts = explaining.facts(call, key, entry)
             others = [(e.facts, e.program.guards) for *_, e in self._entries()]
             entry.why = explaining.reason(entry.facts, others)
             explaining.say(self, f"a program was compiled: {entry.why}")
+            if entry.program.once:
+                return entry
             family.programs[sub] = [*family.programs.get(sub, ()), entry]
             self._families.setdefault(key, family)  # it may have been dropped in the meantime
             self._limit()
@@ -586,6 +592,9 @@ class Jitted:
                 return None
             else:
                 right = True
+        except HashedNumber as hashed:
+            family.by_value |= hashed.origin
+            return self._with_inputs(family, call, inputs, numbers, torch_out)
         except Exception:  # whatever it is, the trace with static numbers shows it to the user
             right = False
         family.by_value |= numbers_in.asked if right else changing

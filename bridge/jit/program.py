@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from bridge import blocks, compiling, private, private_jax
@@ -37,7 +38,7 @@ from bridge.boundary.results import (
     take_apart,
 )
 from bridge.convert import dtypes, tensors, trees
-from bridge.errors import CalledItself, DataDependentError, at_line, rewording
+from bridge.errors import CalledItself, DataDependentError, NeedsTorch, at_line, rewording
 from bridge.intercepted.leaf_gradients import AskedForGradients
 from bridge.jit.effects import Change, noted
 from bridge.jit.simplify import simplified
@@ -101,6 +102,8 @@ class Program:
         graded: the places of the tensors whose ``.grad`` it sets, and of arguments that PyTorch's
             engine gives a gradient.
         pulls: whether it depends on which captured tensors require grad.
+        once: whether it is good for one call only: a cached function of the user's has run for the
+            first time in the trace, and Python objects have changed.
         flagged: the arguments that it makes require grad.
         of_arguments: whether places or guards are those of a ``.grad`` of an argument.
         changes: the changes of Python objects that it makes.
@@ -126,6 +129,7 @@ class Program:
     numbers: list[int]
     graded: list[Place]
     pulls: bool
+    once: bool
     flagged: list[int]
     of_arguments: bool
     changes: Sequence[Change]
@@ -271,6 +275,8 @@ def stage(
             found = closure_scan.scan(*roots, deeper=attempt > 0)
             for reason in found.refused():
                 raise CalledItself(reason)
+            if any(is_lazy(t) for t, _ in found.tensors.values()):
+                raise NeedsTorch("the first call of a lazy module makes its parameters")
             plain = [x for x in call.arrays if type(x) in (torch.Tensor, torch.nn.Parameter)]
             public = [name for x in plain for name in vars(x) if not name.startswith("_")]
             if not found.code["loaded"].isdisjoint(public):  # itself, and not only any attribute
@@ -434,6 +440,7 @@ def trace(
                 same=root.same,
                 graded=root.graded,
                 pulls=root.pulls,
+                once=root.once,
                 changes=root.changes,
             )
             shared: list[tuple[int, Any, tuple[View, ...]]] = []
@@ -564,6 +571,7 @@ def trace(
         numbers,
         info["graded"],
         info["pulls"],
+        info["once"],
         traceable.flagged,
         any(isinstance(p.container, OfArgument) for p in [*places, *[p for p, _ in info["read"]]]),
         info["changes"],
@@ -929,6 +937,7 @@ def backward_pass(program: Program, active: Sequence[int]) -> Program:
         [],
         [],
         [],
+        False,
         False,
         [],
         False,

@@ -249,6 +249,9 @@ class Found:
                     if owner is torch.nn.Module or is_ours(owner.__module__):
                         continue
                     functions = _functions_of(owner.__dict__[name])
+                    self.alive.append(
+                        getattr(owner.__dict__[name], "__func__", owner.__dict__[name])
+                    )
                     if _installed(owner.__module__):
                         for function in functions:
                             self.read(function)
@@ -326,6 +329,11 @@ class Found:
             if isinstance(x, random.Random | np.random.Generator | np.random.RandomState)
         ]
         return [*found, *((random, np.random) if "random" in self.code["names"] else ())]
+
+    def misses(self) -> int:
+        """How often the caches of functions that it reaches (functools.lru_cache) had no answer."""
+        caches = {id(x): x for x in self.alive if isinstance(x, functools._lru_cache_wrapper)}
+        return sum(x.cache_info().misses for x in caches.values())
 
     def only_adds(self, container: Any) -> bool:
         """Whether the function adds to a container, and reads nothing of it: what is in it is then

@@ -85,6 +85,8 @@ class Level:
     # the intercepted.leaf_gradients.LeafGradients of a jitted function that is called with torch
     # tensors
     grads: Any = None
+    # whether it is good for one call only
+    once: bool = False
     # whether PyTorch's engine has run in it: what it does depends on which tensors require grad
     pulls: bool = False
     # the places of ``.grad``s that are no inputs and that this function has read, each with what

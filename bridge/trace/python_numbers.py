@@ -47,6 +47,19 @@ class OtherAnswer(Misfit):
     """A comparison that the program contains has another answer for the numbers."""
 
 
+class HashedNumber(BaseException):
+    """Ends a trace in which a number is hashed. A dict, set or cache (functools.lru_cache) would
+    keep it beyond the trace, and give it to whoever asks for an equal number.
+
+    Attributes:
+        origin: the numbers that it is computed from.
+    """
+
+    def __init__(self, origin: frozenset[int]) -> None:
+        super().__init__()
+        self.origin = origin
+
+
 class Inputs:
     """The numbers of one call, floats and ints, as inputs of the program that is traced with them;
     it can take ``size`` of each kind.
@@ -376,7 +389,6 @@ _ASKED = (
     "int",
     "index",
     "complex",
-    "hash",
     "str",
     "repr",
     "format",
@@ -398,6 +410,13 @@ _ASKED = (
     "rshift",
     "rrshift",
 )
+
+
+def _hash(self: Any) -> int:
+    number = self.node
+    if state.jitting and type(number) is Number and not number.inputs.closed:
+        raise HashedNumber(number.origin)
+    return hash(number.asked())
 
 
 def _namespace(kind: type) -> dict[str, Any]:
@@ -427,7 +446,7 @@ def _namespace(kind: type) -> dict[str, Any]:
     space |= {
         f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY
     }
-    return space | {f"__{name}__": _asked(f"__{name}__") for name in _ASKED}
+    return space | {f"__{name}__": _asked(f"__{name}__") for name in _ASKED} | {"__hash__": _hash}
 
 
 Float = type("Float", (torch.SymFloat,), _namespace(float))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -363,7 +364,54 @@ def _raised(kind: type[BaseException]) -> Case:
     return case
 
 
+# -- caches of answers -----------------------------------------------------------------------------
+class _WithCache:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    @functools.cache  # noqa: B019
+    def twice(self, k: Any) -> Any:
+        self.log.append(repr(k))
+        return k * 2
+
+
+def _cached_method(jit: Jit) -> Any:
+    held, seen = _WithCache(), []
+    f = jit(lambda x, k, scale: x * held.twice(k) * scale)
+    for n, k in enumerate((1, 1, 2, 2, 1, 3)):
+        seen.append((f(torch.ones(2), k, n / 2).tolist(), [*held.log], repr(held.twice(k))))
+    return seen
+
+
+def _cached_function_without_arguments(jit: Jit) -> Any:
+    log = []
+
+    @functools.cache
+    def factor() -> float:
+        log.append("asked")
+        return 2.0
+
+    f = jit(lambda x: x * factor())
+    return [(f(torch.ones(2)).tolist(), len(log)) for _ in range(4)]
+
+
+def _numbers_as_keys(jit: Jit) -> Any:
+    held: dict[Any, str] = {1: "a", 2: "b"}
+
+    def f(x: torch.Tensor, k: int, scale: float) -> torch.Tensor:
+        held[k] = held.get(k, "c") + "d"
+        return x * len(held[k]) * scale
+
+    f, seen = jit(f), []
+    for n, k in enumerate((1, 2, 3, 3, 1)):
+        seen.append((f(torch.ones(2), k, n / 2).tolist(), [repr(x) for x in held.items()]))
+    return seen
+
+
 CASES: dict[str, Case] = {
+    "a cached method": _cached_method,
+    "a cached function without arguments": _cached_function_without_arguments,
+    "numbers as keys of a dict": _numbers_as_keys,
     **{
         f"{kind.__name__} ends a call": _raised(kind)
         for kind in (ValueError, KeyboardInterrupt, SystemExit)
@@ -474,6 +522,17 @@ def test_a_dataclass_of_options_is_compared_by_content() -> None:
         options.sizes.append(4)
         torch.testing.assert_close(f(x, options=options), f.__wrapped__(x, options))
     assert len(f.programs()) <= 12
+
+
+def test_the_first_call_of_a_lazy_module_makes_its_parameters() -> None:
+    results = []
+    for wrap in (jit, lambda f: f):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyLinear(1))
+        f = wrap(layer)
+        results.append([f(torch.ones(2, 4) * k) for k in range(3)])
+        assert type(layer[0]) is nn.Linear
+    torch.testing.assert_close(*results)
 
 
 def test_a_dataclass_with_a_module_is_compared_by_identity() -> None:

@@ -615,8 +615,15 @@ class _ValuesFromOutside(TorchFunctionMode):
             state.level.root.flagged.add(id(args[0]))
         if func in tracing.AT_MEMORY and type(args[0]) is not tracing.Traced:
             return tracing.at_memory(func, args, kwargs or {}, self._read)
-        if func is torch.Tensor.item and (number := self._number(args[0])) is not None:
-            return number
+        if func is torch.Tensor.item:
+            if (number := self._number(args[0])) is not None:
+                return number
+            if (
+                type(args[0]) is tracing.Traced
+                and (args[0].dtype is torch.bool or args[0].is_complex())
+                and isinstance(tracing.value_of(args[0]), jax.core.Tracer)
+            ):
+                raise tracing.unknown_value(f"item() of a {args[0].dtype} tensor")
         for name in _SCALARS.intersection(kwargs or ()):  # PyTorch takes the number of a tensor
             x = kwargs[name]
             if isinstance(x, torch.Tensor) and (name != "value" or func in _WITH_SCALAR_VALUE):

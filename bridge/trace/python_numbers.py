@@ -446,7 +446,10 @@ def _namespace(kind: type) -> dict[str, Any]:
     space |= {
         f"__r{name}__": _arithmetic(getattr(operator, name), swapped=True) for name in _BINARY
     }
-    return space | {f"__{name}__": _asked(f"__{name}__") for name in _ASKED} | {"__hash__": _hash}
+    asked = [f"__{name}__" for name in _ASKED]
+    # SymFloat and SymInt have methods of these names
+    asked += [name for name in ("is_integer", "hex", "as_integer_ratio") if hasattr(kind, name)]
+    return space | {name: _asked(name) for name in asked} | {"__hash__": _hash}
 
 
 Float = type("Float", (torch.SymFloat,), _namespace(float))

@@ -703,7 +703,8 @@ def unknown_value(what: str, dynamic_shape: bool = False) -> DataDependentError:
         instead += ", take x[i:i + n] as x.narrow(0, i, n)"
         # what float(), int(), print() and comparisons of numbers ask
         if where == "jit" and not state.exporting:
-            instead += ", return or keep x.item() as it is"
+            it = "x.item() as it is" if what == "item()" else "the tensor itself"
+            instead += f", return or keep {it}"
     if dynamic_shape:
         needs = "has an output of dynamic shape, which depends on a tensor's values"
         instead = "keep the shape and mask with torch.where instead"

@@ -294,9 +294,15 @@ _DIMENSIONS = {"mm": (2, 2), "mv": (2, 1), "bmm": (3, 3), "dot": (1, 1)}
 
 
 def escaped(level: Any = None) -> EscapedTensorError:
-    """The error for a tensor of a transform that has returned; level: the transform's, if it is
-    known.
+    """The error for a tensor of a transform that has returned, or that another thread runs; level:
+    the transform's, if it is known.
     """
+    if level is not None and not getattr(level, "closed", not getattr(level, "open", False)):
+        return EscapedTensorError(
+            "tensor: it belongs to a transform that another thread runs, and has no values in this "
+            "one; a transformed function computes in the thread that calls it: start threads "
+            f"around the call, and not in the function{at_line()}"
+        )
     said = "it was made"
     while level is not None:
         if level.kind.maps:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -219,3 +220,15 @@ def test_threads_count_the_calls_of_one_jitted_function() -> None:
 
     together(work)
     assert counts == {"calls": THREADS * 20 * ROUNDS}
+
+
+@pytest.mark.parametrize("wrap", [jit, torchfunc_jax.vmap, torchfunc_jax.functionalize])
+def test_a_thread_that_the_function_starts_cannot_use_its_tensors(wrap: Any) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.sin, x).result()
+
+    with pytest.raises(RuntimeError, match="a transform that another thread runs"):
+        wrap(f)(torch.ones(2, 3))
+    assert state.level is None and state.recorder is None
+    same(wrap(torch.sin)(torch.ones(2, 3)), torch.ones(2, 3).sin())

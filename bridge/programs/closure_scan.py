@@ -467,7 +467,10 @@ class Found:
     def _may_be_replaced(self, x: Any) -> bool:
         places, opened = self.containers.get(id(x), ()), self._visited.get(id(x), (0, []))[0] > 0
         return (
-            bool(places) and opened and _replaceable(x) and len({p.identity for p in places}) == 1
+            bool(places)
+            and opened
+            and _replaceable(x)
+            and (len({p.identity for p in places}) == 1 or _of_inputs(x))
         )
 
     def reached(self, found: Sequence[tuple[Any, Any, _Way]]) -> list[tuple[Any, Any]]:
@@ -609,6 +612,11 @@ def _replaceable(x: Any) -> bool:
     return (isinstance(x, _TREES) and not _has_attributes(x) and frozen(x) is None) or (
         is_plain(x) and not slots_of(x)
     )
+
+
+def _of_inputs(x: Any) -> bool:
+    """Whether a list would be compared by content, if there were no inputs among its numbers."""
+    return isinstance(x, list) and frozen([0 if is_input(v) else v for v in x]) is not None
 
 
 def _opaque(x: Any) -> bool:

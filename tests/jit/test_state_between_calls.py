@@ -471,9 +471,11 @@ def test_a_schedule_of_rates_needs_few_programs(make: Callable[[Any], Any]) -> N
             loss = (model(x) ** 2).mean()
             loss.backward()
             o.step()
+            if len(x) == 99:  # so that the function reaches the schedule too
+                schedule.step()
             return loss.detach()
 
-        for _ in range(10):
+        for _ in range(14):
             yield step(torch.ones(5, 3)).item()
             schedule.step()
         yield step
@@ -481,7 +483,7 @@ def test_a_schedule_of_rates_needs_few_programs(make: Callable[[Any], Any]) -> N
     *mine, compiled = losses(jit)
     *theirs, _ = losses(lambda f: f)
     _alike(mine, theirs)
-    assert len(compiled.programs()) <= 4
+    assert len(compiled.programs()) <= 5
 
 
 def test_a_number_in_a_tuple_that_changes_needs_one_more_program() -> None:

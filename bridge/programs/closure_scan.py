@@ -14,6 +14,7 @@ import collections
 import contextvars
 import functools
 import io
+import itertools
 import operator
 import random
 import sys
@@ -48,6 +49,8 @@ from bridge.trace.python_numbers import Inputs, is_input
 # how many objects within objects are searched at first, and after a tensor was used that was not
 # found
 _DEPTH, _DEEPER = 4, 16
+#: How many objects a search beyond the first depth begins with at most.
+_MANY = 20_000
 _FUNCTION = type(torch.autograd.Function)
 
 
@@ -197,6 +200,8 @@ class Found:
         # how deep an object was searched, and the ways to it
         self._visited: dict[int, tuple[int, list[_Way]]] = {}
         self._edges: list[_Edge] = []
+        # objects, with their places and the steps to them, that were too deep to be searched
+        self._too_deep: list[tuple[Any, Place, _Way]] = []
         #: with the step to each: (place, ``frozen`` key) of numpy arrays and containers of numbers,
         #: strings and the like
         self.data: list[tuple[Place, Any, _Way]] = []
@@ -263,6 +268,20 @@ class Found:
                         self._edges.append(_Edge(where, where.get(), None, True))
                         for function in functions:
                             _visit(function, Place(function, None), self, self.depth, None)
+
+    def visit_deep(self) -> None:
+        """Search objects that are deeper than ``depth``, one level more, as far as the names that
+        the function uses lead to them.
+        """
+        self.__dict__.pop("_reaches", None)  # more names are known by now, and more ways
+        waiting = self._too_deep
+        deep = [self._reaches(way) for _, _, way in waiting]
+        self._too_deep = [
+            found for found, reached in zip(waiting, deep, strict=True) if not reached
+        ]
+        for x, place, way in itertools.compress(waiting, deep):
+            _visit(x, place, self, 1, way)
+        self.__dict__.pop("_reaches", None)
 
     def read(self, function: types.FunctionType) -> None:
         """Note the names that a function of an installed package reads, and those of the functions
@@ -522,13 +541,19 @@ class Found:
 
 
 def scan(*roots: Any, deeper: bool = False) -> Found:
-    """Search everything that these functions, modules and objects reach; deeper: to a depth of 16
-    instead of 4.
+    """Search what these functions, modules and objects reach: to a depth of 4 everything, and to a
+    depth of 16 what the functions name; deeper: that deep everything.
     """
     found = Found(_DEEPER if deeper else _DEPTH)
     for r in roots:
         _visit(r, Place(r, None), found, found.depth, None)
     found.visit_named()
+    for _ in range(_DEEPER - found.depth):
+        before = len(found._visited), len(found.code["names"])
+        found.visit_deep()
+        found.visit_named()
+        if before == (len(found._visited), len(found.code["names"])) or before[0] > _MANY:
+            break
     found.visit_tensors()
     found.visit_named()
     if found._named is None:  # it may read any attribute, also one that is not there yet
@@ -583,11 +608,13 @@ def _visit(x: Any, place: Place, found: Found, depth: int, edge: _Way) -> None:
                 found._visited[id(x)] = depth, ways
                 found.alive.append(x)
                 if isinstance(x, torch.nn.Module):
-                    _visit_module(x, found, depth, ways)
+                    _visit_module(x, found, max(depth, 1), ways)
                 elif depth:
                     _visit_children(
                         x, found.containers.get(id(x), [place])[0], found, depth, ways, data is None
                     )
+                else:
+                    found._too_deep.append((x, place, edge))
         if data is not None and (not isinstance(x, tuple) or not _hashable(x)):
             found.data.append((place, data, edge))
             return

@@ -364,6 +364,63 @@ def _raised(kind: type[BaseException]) -> Case:
     return case
 
 
+# -- objects deep in others ------------------------------------------------------------------------
+class _Trainer:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.model(x) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class _Application:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def _exchanged(t: _Trainer) -> None:
+    t.model.weight = nn.Parameter(t.model.weight.detach() * 0.5)
+
+
+_DEEP_CHANGES: dict[str, Callable[[_Trainer], Any]] = {
+    "a rate": lambda t: t.optimizer.param_groups[0].update(
+        lr=t.optimizer.param_groups[0]["lr"] / 2
+    ),
+    "a parameter": _exchanged,
+    "the list of parameters": lambda t: t.optimizer.param_groups[0]["params"].pop(),
+    "requires_grad": lambda t: t.model.weight.requires_grad_(False),
+}
+
+
+def _deep(levels: int, change: str) -> Case:
+    def case(jit: Jit) -> Any:
+        held: Any = _Trainer()
+        for _ in range(levels):
+            held = _Application(held)
+
+        def trainer() -> _Trainer:
+            found = held
+            for _ in range(levels):
+                found = found.inner
+            return found  # type: ignore[no-any-return]
+
+        f, seen = jit(lambda x: trainer().step(x)), []
+        for k in range(6):
+            seen.append(f(torch.ones(5, 3)).item())
+            if k in (2, 4) and len(trainer().optimizer.param_groups[0]["params"]) > 1:
+                _DEEP_CHANGES[change](trainer())
+            seen.append(trainer().model.weight.sum().item())
+        return seen
+
+    return case
+
+
 # -- caches of answers -----------------------------------------------------------------------------
 class _WithCache:
     def __init__(self) -> None:
@@ -430,6 +487,11 @@ CASES: dict[str, Case] = {
     "an attribute is set in one branch": _set_in_one_branch,
     "a global variable is set": _global_set_again,
     "a set is added to": _added_to_a_set,
+    **{
+        f"{change} of an optimizer in {levels} objects": _deep(levels, change)
+        for change in _DEEP_CHANGES
+        for levels in (0, 1, 3, 7)
+    },
     **{f"{kind} has no entry": _missing_entries(kind) for kind in _FACTORIES},
 }
 

@@ -419,7 +419,7 @@ class Jitted:
         given: Any,
     ) -> Any:
         if entry.numbers is not None:
-            leaves = [*leaves, *[p.get() for p in entry.counters]]
+            leaves = [*leaves, *map(guards.current, entry.counters)]
             extra = entry.numbers.evaluated([leaves[i] for i in entry.numbered])
             leaves, inputs = [*leaves, *extra], [*inputs, *extra]
         entry.used = next(self._clock)

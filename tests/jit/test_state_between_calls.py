@@ -35,21 +35,21 @@ def _alike(mine: Any, theirs: Any) -> None:
         assert mine == theirs
 
 
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    """The loss of one step of training."""
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 # -- which tensors require grad --------------------------------------------------------------------
 def _frozen_in_a_step(jit: Jit) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @jit
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(x) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    seen = []
+    step, seen = jit(lambda x: _trained(model, optimizer, x)), []
     for k in range(6):
         if k == 3:
             model[0].weight.requires_grad_(False)
@@ -146,15 +146,7 @@ def _state(optimizer: str, change: str) -> Case:
         model = nn.Linear(3, 1)
         o = _OPTIMIZERS[optimizer](model.parameters())
         fresh = copy.deepcopy(o.state_dict())
-
-        @jit
-        def step(x: torch.Tensor) -> torch.Tensor:
-            o.zero_grad()
-            loss = (model(x) ** 2).mean()
-            loss.backward()
-            o.step()
-            return loss.detach()
-
+        step = jit(lambda x: _trained(model, o, x))
         seen: list[Any] = []
         for k in range(7):
             if k == 4:
@@ -372,11 +364,7 @@ class _Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = (self.model(x) ** 2).mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return _trained(self.model, self.optimizer, x)
 
 
 class _Application:
@@ -529,13 +517,9 @@ def test_a_schedule_of_rates_needs_few_programs(make: Callable[[Any], Any]) -> N
 
         @jit
         def step(x: torch.Tensor) -> torch.Tensor:
-            o.zero_grad()
-            loss = (model(x) ** 2).mean()
-            loss.backward()
-            o.step()
             if len(x) == 99:  # so that the function reaches the schedule too
                 schedule.step()
-            return loss.detach()
+            return _trained(model, o, x)
 
         for _ in range(14):
             yield step(torch.ones(5, 3)).item()

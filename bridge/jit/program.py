@@ -618,12 +618,12 @@ class _ValuesFromOutside(TorchFunctionMode):
         if func is torch.Tensor.item:
             if (number := self._number(args[0])) is not None:
                 return number
-            if (
-                type(args[0]) is tracing.Traced
-                and (args[0].dtype is torch.bool or args[0].is_complex())
-                and isinstance(tracing.value_of(args[0]), jax.core.Tracer)
-            ):
-                raise tracing.unknown_value(f"item() of a {args[0].dtype} tensor")
+            try:
+                return func(*args, **(kwargs or {}))
+            except DataDependentError:
+                if args[0].dtype is torch.bool or args[0].is_complex():  # not kept as it is
+                    raise tracing.unknown_value(f"item() of a {args[0].dtype} tensor") from None
+                raise
         for name in _SCALARS.intersection(kwargs or ()):  # PyTorch takes the number of a tensor
             x = kwargs[name]
             if isinstance(x, torch.Tensor) and (name != "value" or func in _WITH_SCALAR_VALUE):

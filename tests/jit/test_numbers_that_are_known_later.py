@@ -274,3 +274,15 @@ def test_it_is_divided_by_zero_as_in_python() -> None:
         with pytest.raises(ZeroDivisionError):
             jit(lambda x, divide=divide: divide(x.sum().item()))(torch.ones(3))
     assert jit(lambda x: 1 / x.sum().item())(torch.zeros(3)) == math.inf
+
+
+@pytest.mark.parametrize("f", [lambda x: (x > 0).all().item(), lambda x: (x.sum() * 1j).item()])
+def test_item_of_a_bool_or_complex_tensor_names_its_dtype(f):
+    with pytest.raises(RuntimeError, match=r"item\(\) of a torch.*return or keep the tensor"):
+        jit(f)(torch.ones(3))
+
+
+@pytest.mark.parametrize("method", ["is_integer", "hex", "as_integer_ratio"])
+def test_methods_of_an_unknown_float(method):
+    with pytest.raises(RuntimeError, match=r"item\(\) needs a tensor's values"):
+        jit(lambda x: getattr(x.sum().item(), method)())(torch.ones(3))

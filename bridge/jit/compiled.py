@@ -433,7 +433,7 @@ class Compiled:
         ):
             every = self.inputs(leaves, captured)
             active = self._active(every)
-            if any(self.pair(active).kinds):
+            if active:
                 return self._recorded(leaves, captured, every, values, active)
         values = tensors.on_one_device(values) if self.mixed else values
         random = program.random(values) if self.draws else None
@@ -538,10 +538,11 @@ class Compiled:
         return self._tree(outs, leaves)
 
     def _active(self, inputs: list[Any]) -> tuple[int, ...]:
-        """The inputs that torch's autograd goes back to."""
+        """The inputs that torch's autograd goes back to; none if no output requires grad."""
         wanted = tuple([isinstance(x, torch.Tensor) and x.requires_grad for x in inputs])
         if wanted not in self.active:
-            self.active[wanted] = self.program.reached([i for i, w in enumerate(wanted) if w])
+            found = self.program.reached([i for i, w in enumerate(wanted) if w])
+            self.active[wanted] = found if any(self.program.kinds_for(found)) else ()
         return self.active[wanted]
 
     def _recorded(

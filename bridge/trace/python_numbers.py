@@ -105,7 +105,7 @@ class Inputs:
     def keeps_late(self) -> bool:
         """Whether something still refers to a ``Late`` number after the trace."""
         if any(found() is not None for found in self.late):
-            gc.collect()  # frames of exceptions are parts of cycles
+            gc.collect(0)  # frames of exceptions are parts of cycles, as young as the trace
         return any(found() is not None for found in self.late)
 
     def array(self, number: Number, dtype: Any = None) -> jax.Array:

@@ -356,8 +356,9 @@ def settled(args: Iterable[Any]) -> bool:
 def _settle(t: Traced) -> bool:
     with private.without_torch_function():
         over = state.level is None and not weakref.getweakrefs(t)
-        if not over and not private.only_python_refers(t):
-            gc.collect()  # a graph of torch's that is no longer in use
+        if not over and not state.replaying and not private.only_python_refers(t):
+            # a graph of torch's that is no longer in use is as young as the trace
+            gc.collect(0)
         if not over and not private.only_python_refers(t):
             return False
         plain = _view_of_source(t) if over else None

@@ -1368,16 +1368,21 @@ def test_values_of_a_transform_around_a_call_of_a_pullback_made_before_it(
     same(program(torchfunc_jax, kind), program(torch.func, "vjp"))
 
 
-def test_a_stored_program_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    scale, made = torch.tensor(1.5), []  # an input without dimensions
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_a_stored_program_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, of_parameter: bool
+) -> None:
+    """Also that of a function without a history whose inputs require grad."""
+    scale, made = torch.tensor(1.5, requires_grad=of_parameter), []  # an input without dimensions
     making = programs._made_for
     monkeypatch.setattr(
         programs, "_made_for", lambda *given: (made.append(given), making(*given))[1]
     )
+    function = torch.no_grad()(lambda r: (r * scale).sin())
     with stored(monkeypatch, tmp_path):
         for _ in range(2):
             monkeypatch.setattr(process, "programs", programs._Kept())
-            same(torchfunc_jax.vmap(lambda r: (r * scale).sin())(X), (X * 1.5).sin())
+            same(torchfunc_jax.vmap(function)(X), (X * 1.5).sin())
     assert len(made) == 1
 
 

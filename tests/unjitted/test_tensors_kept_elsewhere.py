@@ -304,3 +304,29 @@ def test_a_variable_of_the_caller() -> None:
         return mean
 
     same(call(torchfunc_jax), call(torch.func), graph=False)
+
+
+def test_no_search_of_the_whole_process_for_a_kept_tensor() -> None:
+    """A collection of all objects takes a second in a process with large libraries."""
+
+    def loss(p: torch.Tensor) -> torch.Tensor:
+        kept.append(p * P)
+        return kept[-1][1:].sin().sum()  # a view refers to it
+
+    kept: list[torch.Tensor] = []
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(info["generation"])
+
+    gc.disable()  # what is collected is asked for
+    gc.callbacks.append(note)
+    try:
+        torchfunc_jax.vmap(lambda v: torchfunc_jax.jvp(torchfunc_jax.jacrev(loss), (P,), (v,))[1])(
+            ROWS
+        )
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert 2 not in collected
+    same(kept[0], P * P)

@@ -334,10 +334,13 @@ class NotCompiled(Exception):
         self.key = key
 
     def ran(self, seconds: float) -> None:
-        """Note how long PyTorch took."""
-        if self.key not in process.compiling and len(process.compiling) >= _WAITING:
+        """Note how long PyTorch took; its first run does not count, in which it imports what
+        transforms need.
+        """
+        known = process.compiling.get(self.key)
+        if known is None and len(process.compiling) >= _WAITING:
             process.compiling.clear()
-        process.compiling[self.key] = process.compiling.get(self.key, 0.0) + seconds
+        process.compiling[self.key] = 0.0 if known is None else known + seconds
 
 
 def _program(recorder: Recorder, refs: Sequence[int], path: Path | None) -> _Program:
@@ -386,8 +389,9 @@ def cold(by: str) -> Iterator[None]:
 
     Args:
         by: "jax": XLA compiles the program first; "torch": PyTorch runs the call. If its runs of
-            the program have taken two seconds, XLA compiles the program in a thread, with all
-            optimizations; the results of first calls differ from those of later ones by rounding.
+            the program after the first have taken two seconds, XLA compiles the program in a
+            thread, with all optimizations; the results of first calls differ from those of later
+            ones by rounding.
 
     Raises:
         ValueError: by is something else.

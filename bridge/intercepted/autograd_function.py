@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +45,8 @@ from bridge.process import having, process
 from bridge.trace.aliasing import read
 from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside, drawing_again
-from bridge.trace.storage import OutsideOfView
-from bridge.trace.tracing import Traced, assign, dispatch, over, plan_of, value_of, wrap
+from bridge.trace.storage import Node, OutsideOfView
+from bridge.trace.tracing import Traced, assign, dispatch, lift, over, plan_of, value_of, wrap
 from bridge.transform_kinds import DIFFERENTIATING, FORWARD, FUNCTION, MAPPING, PLAIN
 
 Function = torch.autograd.Function
@@ -319,8 +319,8 @@ class _Call:
         """Cotangents of the tensor arguments, with None for an argument without one; the given
         cotangents may be None too.
         """
-        with push(PLAIN) as level:
-            ctx = kept.restored(residuals, self.device, level)
+        with push(PLAIN) as level, self._as_kept(kept, residuals, level) as tensors:
+            ctx = kept.restored(tensors)
             given = iter(cotangents)
             cts = [next(given) if is_tensor else None for is_tensor in self.rest[2]]
             cts = [None if c is None else wrap(conj(c), self.device, level) for c in cts]
@@ -349,12 +349,35 @@ class _Call:
                 )
             return out
 
+    @contextlib.contextmanager
+    def _as_kept(
+        self, kept: _Kept, residuals: Sequence[jax.Array], level: Level
+    ) -> Iterator[list[torch.Tensor]]:
+        """While entered, the tensors that the context keeps have these values.
+
+        An argument that requires grad is kept itself, as by PyTorch: the method may compute with it
+        again, through what it has captured, and ask PyTorch's engine for gradients by it.
+        """
+        tensors: list[torch.Tensor] = []
+        with contextlib.ExitStack() as until:
+            for value, link in zip(residuals, kept.links, strict=True):
+                k = -1 if link is None else link - len(self.constant)
+                t = self.args[self.where[k]] if k >= 0 else None
+                if t is None or not t.requires_grad:
+                    t = wrap(value, self.device, level)
+                elif type(t) is Traced:
+                    until.enter_context(having(t, node=Node(value, level)))
+                else:
+                    until.enter_context(having(lift(t), value=value))
+                tensors.append(t)
+            yield tensors
+
     def jvp(
         self, kept: _Kept, residuals: Sequence[jax.Array], tangents: Sequence[Any]
     ) -> list[Any]:
         """Tangents of the outputs; like the given ones, they may be None."""
         with push(PLAIN) as level:
-            ctx = kept.restored(residuals, self.device, level)
+            ctx = kept.restored([wrap(r, self.device, level) for r in residuals])
             ctx._pushing = True
             given = [None if t is None else wrap(t, self.device, level) for t in tangents]
             out = self.cls.jvp(ctx, *replaced([None] * len(self.args), self.where, given))
@@ -661,8 +684,8 @@ def _materialized(t: Any, zeros: bool) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class _Kept:
-    """A context without its tensors, which are residuals; ``restored`` makes a context with new
-    tensors for a level of transforms.
+    """A context without its tensors, which are residuals; ``restored`` makes a context with other
+    tensors.
     """
 
     links: list[int | None]  # for each residual: which of the outputs and inputs it is
@@ -692,11 +715,9 @@ class _Kept:
         """
         return [r if k is None else known[k] for r, k in zip(residuals, self.links, strict=True)]
 
-    def restored(
-        self, residuals: Sequence[jax.Array], device: torch.device, level: Level
-    ) -> Context:
+    def restored(self, tensors: Sequence[torch.Tensor]) -> Context:
         ctx = Context(())
-        vars(ctx).update(put_together([wrap(r, device, level) for r in residuals], self.rest))
+        vars(ctx).update(put_together(tensors, self.rest))
         return ctx
 
 

@@ -1,0 +1,148 @@
+"""autograd.Functions that compute with their arguments again in backward, through a function that
+they keep, and ask PyTorch's engine for gradients by them: quadratures, implicit layers and adjoints
+are written so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from agreement import same
+
+import torchfunc_jax
+
+D = torch.float64
+X = torch.tensor([[0.3, -1.0, 0.5], [0.7, 0.2, -0.9]], dtype=D)
+W = torch.tensor([0.6, 1.1, -0.4], dtype=D)
+PARAMETER = torch.nn.Parameter(torch.tensor([0.2, -0.3, 0.9], dtype=D))
+
+
+class Again(torch.autograd.Function):
+    """f(x), where f also computes with the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x, *params)
+        return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.f(x)
+        of_params = torch.autograd.grad(
+            y, params, cotangent, retain_graph=True, create_graph=torch.is_grad_enabled()
+        )
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.f(x)
+        return None, torch.autograd.grad(y, x, cotangent)[0], *of_params
+
+
+class FixedPoint(torch.autograd.Function):
+    """z = f(z), where f also computes with the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, z: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            z = f(z)
+        ctx.f = f
+        ctx.save_for_backward(z, *params)
+        return z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        z, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            y = ctx.f(z)
+        whole = cotangent
+        for _ in range(30):
+            whole = cotangent + torch.autograd.grad(y, z, whole, retain_graph=True)[0]
+        return None, None, *torch.autograd.grad(y, params, whole)
+
+
+def _of_a_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    u = w.exp()
+    return Again.apply(lambda x: (x * u).sin(), x, u).sum()
+
+
+def _of_an_argument(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return Again.apply(lambda x: (x * w).sin(), x, w).sum()
+
+
+def _of_a_view(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    u = w[1:]
+    return Again.apply(lambda x: (x[..., 1:] * u).sin(), x, u).sum()
+
+
+def _of_a_parameter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (Again.apply(lambda x: (x * PARAMETER).sin(), x, PARAMETER) * w).sum()
+
+
+def _twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    u = w.exp()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x * u).sin()
+
+    return (Again.apply(f, x, u) * Again.apply(f, x.cos(), u)).sum()
+
+
+def _fixed_point(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    a = w.diag() * 0.1
+    return FixedPoint.apply(lambda z: torch.tanh(z @ a + x), torch.zeros_like(x), a, x).sum()
+
+
+FUNCTIONS = [_of_a_result, _of_an_argument, _of_a_view, _of_a_parameter, _twice, _fixed_point]
+
+
+def _gradients(f: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> Any:
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    return torch.autograd.grad(f(x, w), (x, w))
+
+
+def _second(f: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor) -> Any:
+    inputs = x.clone().requires_grad_(), w.clone().requires_grad_(), PARAMETER
+    first = torch.autograd.grad(f(*inputs[:2]), inputs, create_graph=True, allow_unused=True)
+    total = sum((g * g).sum() for g in first if g is not None)
+    return torch.autograd.grad(total, inputs, allow_unused=True)
+
+
+def _engine_inside(f: Callable[..., torch.Tensor]) -> Any:
+    step = torchfunc_jax.jit(lambda x, w: torch.autograd.grad(f(x, w), (x, w)))
+    return step(X.clone().requires_grad_(), W.clone().requires_grad_())
+
+
+WAYS: dict[str, Callable[[Callable[..., torch.Tensor]], Any]] = {
+    "grad": lambda f: torchfunc_jax.jit(torchfunc_jax.grad(f, (0, 1)))(X, W),
+    "vjp": lambda f: torchfunc_jax.jit(
+        lambda x, w: torchfunc_jax.vjp(f, x, w)[1](torch.ones((), dtype=D))
+    )(X, W),
+    "engine outside": lambda f: _gradients(torchfunc_jax.jit(f), X, W),
+    "engine inside": _engine_inside,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradients(f: Callable[..., torch.Tensor], way: str) -> None:
+    # that of the function of a parameter requires grad
+    same(tuple([g.detach() for g in WAYS[way](f)]), _gradients(f, X, W))
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_gradients_of_lanes(f: Callable[..., torch.Tensor]) -> None:
+    found = torchfunc_jax.jit(torchfunc_jax.vmap(torchfunc_jax.grad(f, (0, 1)), (0, None)))(X, W)
+    found = tuple([g.detach() for g in found])
+    same(found, tuple(map(torch.stack, zip(*[_gradients(f, x, W) for x in X], strict=True))))
+
+
+@pytest.mark.parametrize("f", FUNCTIONS[:-1], ids=lambda f: f.__name__)
+def test_second_derivatives(f: Callable[..., torch.Tensor]) -> None:
+    same(_second(torchfunc_jax.jit(f), X, W), _second(f, X, W))

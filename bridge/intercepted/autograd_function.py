@@ -43,7 +43,7 @@ from bridge.operators import operands
 from bridge.private_calls import intercepted
 from bridge.process import having, process
 from bridge.trace.aliasing import read
-from bridge.trace.levels import Level, Unrecordable, around, innermost, push, state
+from bridge.trace.levels import Level, Unrecordable, answers, around, innermost, push, state
 from bridge.trace.random_keys import SeededInside, drawing_again
 from bridge.trace.storage import Node, OutsideOfView
 from bridge.trace.tracing import Traced, assign, dispatch, lift, over, plan_of, value_of, wrap
@@ -568,14 +568,20 @@ class _Rules:
             for v in values
         ]
 
-        def forward(*values: jax.Array) -> tuple[list[Any], list[Any]]:
-            outs, residuals, self.kept = call.forward([values[k] for k in first], needs)
+        def forward(*inputs: jax.Array) -> tuple[list[Any], list[Any]]:
+            known = [_known_as(v, x) for v, x in zip(inputs, values, strict=True)]
+            outs, residuals, self.kept = call.forward([known[k] for k in first], needs)
             return outs, residuals
 
         def derivative(
             pattern: Sequence[bool], residuals: list[Any], given: list[Any]
         ) -> list[Any]:
             source = iter(given)
+            outer = [*[None] * len(call.constant), *values]
+            residuals = [
+                r if k is None or outer[k] is None else _known_as(r, outer[k])
+                for r, k in zip(residuals, self.kept.links, strict=True)
+            ]
             found = (call.jvp if by_jvp else call.backward)(
                 self.kept, residuals, [next(source) if t else None for t in pattern]
             )
@@ -671,6 +677,15 @@ class _Rules:
         traced, place = rule
         found = iter(traced(captured[place], residuals, pick(given, pattern)))
         return [next(found) if gives else None for gives in self._gives]
+
+
+def _known_as(inner: jax.Array, value: Any) -> Any:
+    """A value as an input of a rule's own trace, which knows of it what the trace around knows."""
+    if not isinstance(value, jax.core.Tracer):
+        return value
+    if (known := answers()) is not None:
+        known.same(inner, value)
+    return inner
 
 
 def _materialized(t: Any, zeros: bool) -> Any:

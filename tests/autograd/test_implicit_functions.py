@@ -67,6 +67,32 @@ class FixedPoint(torch.autograd.Function):
         return None, None, *torch.autograd.grad(y, params, whole)
 
 
+class Integral(torch.autograd.Function):
+    """Euler's steps at times whose order both methods look at, as solvers of differential equations
+    do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, f: Any, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        ctx.f = f
+        ctx.save_for_backward(x, times)
+        sign = 1 if bool((times[1:] > times[:-1]).all()) else -1
+        for step in times.diff():
+            x = x + sign * step * f(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        x, times = ctx.saved_tensors
+        sign = 1 if times[0] < times[-1] else -1
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x
+            for step in times.diff():
+                y = y + sign * step * ctx.f(y)
+        return None, torch.autograd.grad(y, x, cotangent)[0], None
+
+
 def _of_a_result(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     u = w.exp()
     return Again.apply(lambda x: (x * u).sin(), x, u).sum()
@@ -146,3 +172,34 @@ def test_gradients_of_lanes(f: Callable[..., torch.Tensor]) -> None:
 @pytest.mark.parametrize("f", FUNCTIONS[:-1], ids=lambda f: f.__name__)
 def test_second_derivatives(f: Callable[..., torch.Tensor]) -> None:
     same(_second(torchfunc_jax.jit(f), X, W), _second(f, X, W))
+
+
+TIMES = torch.tensor([0.0, 0.1, 0.3], dtype=D)
+
+
+def _at_captured_times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (Integral.apply(torch.sin, x, TIMES) * w).sum()
+
+
+def _at_times_made_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (Integral.apply(torch.sin, x, torch.linspace(0, 1, 4, dtype=D)) * w).sum()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", [_at_captured_times, _at_times_made_inside], ids=lambda f: f.__name__)
+def test_questions_about_arguments_that_are_known(f: Callable[..., torch.Tensor], way: str) -> None:
+    same(tuple(WAYS[way](f)), _gradients(f, X, W))
+
+
+def test_another_answer_is_another_program() -> None:
+    times = TIMES.clone()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return Integral.apply(torch.sin, x, times).sum()
+
+    jitted = torchfunc_jax.jit(torchfunc_jax.grad(f))
+    for change in (lambda: None, lambda: times.mul_(-2), lambda: times.mul_(0.5)):
+        change()
+        x = X.clone().requires_grad_()
+        same(jitted(X), torch.autograd.grad(f(x), x)[0])
+    assert len(jitted.programs()) == 2

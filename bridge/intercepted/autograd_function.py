@@ -125,6 +125,7 @@ def _applied(cls: type[Function], ctx: Any, args: tuple[Any, ...]) -> Any:
         if out is not NotImplemented:
             return out
     call = _Call(cls, args)
+    call.may_capture = op is None
     values = [value_of(args[i]) for i in call.where]
     if ctx is None or not _has_node(args, torch.is_grad_enabled()):
         return call.run(values)
@@ -272,6 +273,8 @@ class _Call:
             innermost(DIFFERENTIATING) is None  # inside of these torch.func calls it twice
         )
         self.without_jvp = ""  # what to do in forward mode without a jvp, for an error
+        # whether its methods may have captured its arguments, as those of an operator have not
+        self.may_capture = True
         self.constants: list[list[Any]] = []  # those of the jaxprs of ``_rules``
         self._rules: list[_Rules] = []
         self._refused: Exception | None = None  # why a second one could not be made
@@ -362,7 +365,7 @@ class _Call:
         with contextlib.ExitStack() as until:
             for value, link in zip(residuals, kept.links, strict=True):
                 k = -1 if link is None else link - len(self.constant)
-                t = self.args[self.where[k]] if k >= 0 else None
+                t = self.args[self.where[k]] if k >= 0 and self.may_capture else None
                 if t is None or not t.requires_grad:
                     t = wrap(value, self.device, level)
                 elif type(t) is Traced:

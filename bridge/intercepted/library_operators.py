@@ -452,7 +452,7 @@ _WITHOUT_JVP = (
 def _differentiable(call: OperatorCall, *given: torch.Tensor) -> Any:
     """The results of an operator in a trace, with its derivative."""
     traced = autograd_function._Call(_Operator, (call, *given))
-    traced.name, traced.without_jvp = call.op.name(), _WITHOUT_JVP
+    traced.name, traced.without_jvp, traced.may_capture = call.op.name(), _WITHOUT_JVP, False
     # whatever differentiates the program later may need any of them
     traced.requires_grad = [inexact_dtype(t.dtype) for t in given]
     return traced.run([value_of(t) for t in given])

@@ -230,3 +230,72 @@ def test_another_answer_is_another_program() -> None:
         x = X.clone().requires_grad_()
         same(jitted(X), torch.autograd.grad(f(x), x)[0])
     assert len(jitted.programs()) == 2
+
+
+NET = torch.nn.Linear(3, 3, dtype=D)
+
+
+def _frozen() -> None:
+    NET.weight.requires_grad_(False)
+
+
+def _thawed() -> None:
+    NET.weight.requires_grad_(True)
+
+
+def _replaced() -> None:
+    NET.weight = torch.nn.Parameter(NET.weight.detach().flip(0))
+
+
+def _with_a_hook_on_a_gradient() -> None:
+    NET.weight.register_hook(lambda g: g * 2)
+
+
+def _with_a_forward_hook() -> None:
+    NET.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+CHANGES = [_frozen, _thawed, _replaced, _with_a_hook_on_a_gradient, _with_a_forward_hook]
+
+
+class OfModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *params)
+        return NET(x).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = NET(x).tanh()
+        wanted = [p for p in params if p.requires_grad]
+        of_x, *of_params = torch.autograd.grad(y, (x, *wanted), cotangent)
+        found = iter(of_params)
+        return of_x, *[next(found) if p.requires_grad else None for p in params]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_changes_between_calls(inside: bool) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return OfModule.apply(x, *NET.parameters()).square().sum()
+
+    def gradients(f: Callable[..., torch.Tensor], x: torch.Tensor) -> Any:
+        return torch.autograd.grad(f(x), [x, *[p for p in NET.parameters() if p.requires_grad]])
+
+    jitted = torchfunc_jax.jit((lambda x: gradients(loss, x)) if inside else loss)
+    before = NET.weight, NET.bias
+    try:
+        for step, change in enumerate([None, *CHANGES]):
+            if change is not None:
+                change()
+            with torch.no_grad():
+                NET.weight.mul_(0.9)
+            x = torch.linspace(-1, 1, 3 * (2 + step % 3), dtype=D).reshape(-1, 3).requires_grad_()
+            found = jitted(x) if inside else gradients(jitted, x)
+            same(found, gradients(loss, x))
+    finally:
+        NET.weight, NET.bias = before
+        NET.weight.requires_grad_(True)
+        NET._forward_hooks.clear()
